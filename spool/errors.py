@@ -1,0 +1,116 @@
+"""The exceptions of Spool, grouped by what the caller does next.
+
+::
+
+    SpoolError
+    |-- InputError            fix the call (also a ValueError)
+    |   |-- ConfigError         the URI, an option or a field spec is wrong
+    |   |-- PayloadError        an array does not fit: names field, step, token, layer, value
+    |   |-- StepConflictError   the same step_id with other content
+    |   `-- SessionStateError   append after finalize, discard of an inner step, ...
+    |-- NotFoundError         look elsewhere (also a LookupError)
+    |   `-- ReleasedError       the data was released on purpose
+    |-- GapError              rows that were never sent: pass missing=..., or cut the segment
+    |-- CapacityError         wait, release, or give more room
+    |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
+    |   `-- LockedError         another process owns this
+    `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere
+
+Every class has a stable ``kind``; every message names what, where, and what to do. Structured facts are in ``details``.
+"""
+
+from __future__ import annotations
+
+
+class SpoolError(Exception):
+    """Base of every exception that Spool raises on purpose.
+
+    Attributes:
+        kind: stable, machine-readable name of the class.
+        details: JSON-able facts of this occurrence (field, step, rows, file, expected, got, ...).
+    """
+
+    kind = "error"
+
+    def __init__(self, message: str, **details: object) -> None:
+        super().__init__(message)
+        self.details = details
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), str(self), self.details))
+
+
+def _rebuild(cls: type[SpoolError], message: str, details: dict[str, object]) -> SpoolError:
+    return cls(message, **details)
+
+
+class InputError(SpoolError, ValueError):
+    """The call is wrong; nothing was changed."""
+
+    kind = "input"
+
+
+class ConfigError(InputError):
+    """A URI, an option or a field spec is wrong."""
+
+    kind = "config"
+
+
+class PayloadError(InputError):
+    """An array does not fit what it was declared to be; nothing was written."""
+
+    kind = "payload"
+
+
+class StepConflictError(InputError):
+    """A step id was used again with other content."""
+
+    kind = "step_conflict"
+
+
+class SessionStateError(InputError):
+    """The session cannot do this any more (or yet)."""
+
+    kind = "session_state"
+
+
+class NotFoundError(SpoolError, LookupError):
+    """No such session, step, segment, field or spool."""
+
+    kind = "not_found"
+
+
+class ReleasedError(NotFoundError):
+    """The data was released or discarded on purpose."""
+
+    kind = "released"
+
+
+class GapError(SpoolError):
+    """Rows were asked for that were never sent."""
+
+    kind = "gap"
+
+
+class CapacityError(SpoolError):
+    """There is no room: the hot tier's limit, or the disk's."""
+
+    kind = "capacity"
+
+
+class StorageError(SpoolError, OSError):
+    """The storage failed or cannot be reached."""
+
+    kind = "storage"
+
+
+class LockedError(StorageError):
+    """Another live process owns this stream or role."""
+
+    kind = "locked"
+
+
+class IntegrityError(SpoolError):
+    """Bytes on disk are missing, short or altered."""
+
+    kind = "integrity"

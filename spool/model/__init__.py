@@ -1,0 +1,1 @@
+"""Frozen structs without I/O: what Spool speaks about."""

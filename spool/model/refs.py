@@ -1,0 +1,227 @@
+"""References: the small, picklable, JSON-able descriptions of steps and segments; never payload (but for ``inline``)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from spool.errors import InputError
+
+
+class Extent(Struct, frozen=True, array_like=True, gc=False):
+    """A run of rows of one stored array in one stream, and the position it stands for.
+
+    Attributes:
+        stream: the stream's name.
+        row: first row in the array; the pack is ``row // R``. An extent never crosses a pack.
+        n: number of rows.
+        position: what row 0 of the run stands for: a token (token, response), a forward row (forward), the
+            ordinal of a step (step), or the first value (ragged values: unused, 0).
+        crc: crc32c of the stored bytes of the *whole* extent, ``[row - before, row + n + after)``.
+        before: rows cut off in front.
+        after: rows cut off behind.
+    """
+
+    stream: str
+    row: int
+    n: int
+    position: int
+    crc: int
+    before: int = 0
+    after: int = 0
+
+    def cut(self, start: int, stop: int) -> Extent:
+        """Return the part that stands for positions ``[start, stop)``, which must lie inside."""
+        head, tail = start - self.position, self.position + self.n - stop
+        if head == 0 and tail == 0:
+            return self
+        return Extent(self.stream, self.row + head, stop - start, start, self.crc, self.before + head, self.after + tail)
+
+    def at(self, position: int) -> Extent:
+        """Return the same rows standing for ``position`` on."""
+        return Extent(self.stream, self.row, self.n, position, self.crc, self.before, self.after)
+
+
+class Span(Struct, frozen=True, array_like=True, gc=False):
+    """Tokens ``[start, stop)`` that one step generated.
+
+    Attributes:
+        step: the step's index in its session.
+        start: first token, in the tokens of the reference.
+        stop: one past the last.
+        trained: loss mask before clearing: False where another segment trains this prefix.
+    """
+
+    step: int
+    start: int
+    stop: int
+    trained: bool = True
+
+
+class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
+    """Generated tokens ``[start, stop)`` came from the weights ``version``."""
+
+    version: str
+    start: int
+    stop: int
+
+
+class Unit(Struct, frozen=True, array_like=True, gc=False):
+    """A multimodal unit: the token at ``position`` stands for ``n_rows`` rows of the forward."""
+
+    key: str
+    position: int
+    n_rows: int
+
+
+class Inline(Struct, frozen=True, array_like=True):
+    """Payload that travels inside a reference because the caller asked for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a step's and a segment's reference have in common.
+
+    Equal references describe the same data. Tokens are counted as the engine sent them; ``n_rows`` counts a
+    multimodal placeholder as the rows it expands to, and ``forward`` fields have ``n_rows - 1`` rows.
+
+    Attributes:
+        spool_id: the spool that holds the data.
+        session_id, group_id, sample_index, rollout_step, source, prompt_id, split, attempt: identity of the session.
+        n_tokens: tokens of prompt and response.
+        n_rows: rows of the forward they expand to.
+        response_start: first generated token; the response region is ``[response_start, n_tokens)``.
+        spans: who generated which tokens, ascending.
+        versions: weight versions of the generated tokens, ascending.
+        finish_reason: of the last step, as the engine gave it.
+        extents: by stored array's name, ascending positions, never overlapping; what they leave out is a gap.
+        units: multimodal units by position.
+        n_nonfinite: NaN and infinite logprobs.
+        roots: URLs where the spool was when this was made; hints only.
+        inline: payload that the caller asked to carry along.
+    """
+
+    spool_id: str
+    session_id: str
+    group_id: str | None = None
+    sample_index: int | None = None
+    rollout_step: int | None = None
+    source: str | None = None
+    prompt_id: str | None = None
+    split: str | None = None
+    attempt: int = 0
+    n_tokens: int = 0
+    n_rows: int = 0
+    response_start: int = 0
+    spans: tuple[Span, ...] = ()
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: str | None = None
+    extents: dict[str, tuple[Extent, ...]] = {}
+    units: tuple[Unit, ...] = ()
+    n_nonfinite: int = 0
+    roots: tuple[str, ...] = ()
+    inline: dict[str, Inline] = {}
+
+    @property
+    def response_length(self) -> int:
+        """Tokens of the response region."""
+        return self.n_tokens - self.response_start
+
+    @property
+    def trainable_tokens(self) -> int:
+        """Generated tokens that this reference trains, before ``loss_mask`` clears some."""
+        return sum(span.stop - span.start for span in self.spans if span.trained)
+
+    @property
+    def version_span(self) -> tuple[str, str] | None:
+        """Oldest and newest weight version: by number if all are numbers, else by first appearance."""
+        names = list(dict.fromkeys(span.version for span in self.versions))
+        if not names:
+            return None
+        if all(name.isdecimal() for name in names):
+            names.sort(key=int)
+        return names[0], names[-1]
+
+    def to_json(self) -> str:
+        """Return the reference as JSON; `spool.ref_from_json` reads it back."""
+        return msgspec.json.encode(self).decode()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_unpickle, (type(self), msgspec.msgpack.encode(self)))
+
+    def __hash__(self) -> int:
+        return hash((self.spool_id, self.session_id, self.n_tokens, self.response_start))
+
+
+class StepRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="step"):
+    """A step with its whole prompt and response; mask 1 on the response only.
+
+    Attributes:
+        step_id: the caller's id, or ``index`` as text.
+        index: order of append in the session, from 0.
+        parent: index of the step whose chain this one extends; None where a new chain begins.
+    """
+
+    step_id: str
+    index: int
+    parent: int | None = None
+
+    @property
+    def id(self) -> str:
+        """``SESSION:INDEX``, as the command line takes it."""
+        return f"{self.session_id}:{self.index}"
+
+
+class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segment"):
+    """A trainable unit built from steps by a view.
+
+    Attributes:
+        view: ``timeline`` or ``lineage``.
+        index: number of the segment among those of its session and view.
+        count: how many there are.
+        steps: indexes of its steps, root first.
+        outcome: how the session ended; None while it lives.
+        reward: from late facts, where known.
+        facts: other late facts.
+        cut_tokens: generated or observed tokens that the view cut off behind this segment.
+        superseded: a client repeated the leaf's request.
+    """
+
+    view: str
+    index: int = 0
+    count: int = 1
+    steps: tuple[int, ...] = ()
+    outcome: str | None = None
+    reward: float | None = None
+    facts: dict[str, Any] = {}
+    cut_tokens: int = 0
+    superseded: bool = False
+
+    @property
+    def id(self) -> str:
+        """``SESSION@VIEW/INDEX``, as the command line takes it."""
+        return f"{self.session_id}@{self.view}/{self.index}"
+
+
+R = TypeVar("R", bound=Ref)
+
+
+def _unpickle(cls: type[R], data: bytes) -> R:
+    return msgspec.msgpack.decode(data, type=cls)
+
+
+def ref_from_json(text: str | bytes) -> StepRef | SegmentRef:
+    """Read a reference back from JSON.
+
+    Raises:
+        InputError: the text is not a reference.
+    """
+    try:
+        return msgspec.json.decode(text, type=StepRef | SegmentRef)
+    except msgspec.DecodeError as error:
+        raise InputError(f"this is not a reference: {error}") from error

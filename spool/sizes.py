@@ -1,0 +1,38 @@
+"""Byte sizes as people write them: ``"64MiB"`` <-> 67108864."""
+
+from __future__ import annotations
+
+import re
+
+from spool.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40, "PIB": 1 << 50,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str | int) -> int:
+    """Return the number of bytes that ``text`` names.
+
+    Args:
+        text: an integer number of bytes, or a number with a unit (``KiB`` ... ``PiB`` binary, ``KB`` ... ``PB`` decimal).
+
+    Raises:
+        ConfigError: ``text`` is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is not a size; write for example 64MiB, 1.5GiB or 1000000", value=text)
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def format_size(n_bytes: int) -> str:
+    """Return ``n_bytes`` for people: three significant digits and a binary unit."""
+    value, units = float(n_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{n_bytes} B" if units[0] == "B" else f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
