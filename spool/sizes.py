@@ -15,7 +15,7 @@ def parse_size(text: str | int) -> int:
     """Return the number of bytes that ``text`` names.
 
     Args:
-        text: an integer number of bytes, or a number with a unit (``KiB`` ... ``PiB`` binary, ``KB`` ... ``PB`` decimal).
+        text: bytes, or a number with a unit (``KiB`` ... ``PiB`` binary, ``KB`` ... ``PB`` decimal).
 
     Raises:
         ConfigError: ``text`` is not a size.
@@ -35,4 +35,6 @@ def format_size(n_bytes: int) -> str:
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024
         units.pop(0)
-    return f"{n_bytes} B" if units[0] == "B" else f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
+    return (
+        f"{n_bytes} B" if units[0] == "B" else f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
+    )

@@ -151,12 +151,6 @@ class Checkpointed(Struct, frozen=True, array_like=True, tag="ckpt"):
     at: float
 
 
-class Transaction(Struct, frozen=True, array_like=True, tag="all"):
-    """Events that hold together or not at all."""
-
-    events: tuple["Single", ...]
-
-
 Single = (
     SessionOpened
     | StepCommitted
@@ -169,5 +163,13 @@ Single = (
     | Released
     | Checkpointed
 )
+
+
+class Transaction(Struct, frozen=True, array_like=True, tag="all"):
+    """Events that hold together or not at all."""
+
+    events: tuple[Single, ...]
+
+
 Event = Single | Transaction
 """Any event of a commit log."""

@@ -31,7 +31,8 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the little-endian numpy dtype called ``name``; ``bfloat16`` comes from ml_dtypes."""
     if name == "bfloat16":
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name).newbyteorder("<")
+    dtype: np.dtype[np.generic] = np.dtype(name)
+    return dtype.newbyteorder("<")
 
 
 class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,7 +91,7 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise ConfigError(f"field {self.name!r}: dtype {name!r} is not numeric", field=self.name)
         if self.missing is not None and (self.missing >= 0 or numpy_dtype(self.dtype).kind != "i"):
             raise ConfigError(
-                f"field {self.name!r}: missing={self.missing} needs a negative mark and a signed dtype, not {self.dtype}",
+                f"field {self.name!r}: missing={self.missing} must be negative, and {self.dtype} signed",
                 field=self.name,
             )
         if self.bound is not None:
@@ -109,7 +110,7 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not self.ragged:
             return (ArraySpec(name=self.name, dtype=self.dtype, shape=self.shape),)
         return (
-            ArraySpec(name=f"{self.name}.offsets", dtype="uint64"),
+            ArraySpec(name=f"{self.name}.offsets", dtype="uint64", values=True),
             ArraySpec(name=f"{self.name}.values", dtype=self.dtype, shape=self.shape, values=True),
         )
 
@@ -121,7 +122,7 @@ class ArraySpec(Struct, frozen=True, kw_only=True):
         name: folder name under the stream.
         dtype: stored dtype's numpy name.
         shape: inner shape.
-        values: the values of a ragged field; its rows are counted apart from the other arrays'.
+        values: belongs to a ragged field; its rows are counted apart from the other arrays', with an R of its own.
     """
 
     name: str

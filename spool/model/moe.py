@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.resources import files
+from typing import Any
 
 from msgspec import Struct
 
@@ -60,6 +61,10 @@ class _Models(Mapping[str, MoEShape]):
                 "For another model pass spool.MoEShape(num_layers=, num_experts=, topk=, moe_layers=)"
             )
         return shape
+
+    def get(self, name: str, default: Any = None) -> Any:  # LookupError, not KeyError, is what __getitem__ raises
+        """Return the shape called ``name``, or ``default``."""
+        return self._shapes.get(name.lower(), default)
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._shapes

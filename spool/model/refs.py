@@ -1,4 +1,4 @@
-"""References: the small, picklable, JSON-able descriptions of steps and segments; never payload (but for ``inline``)."""
+"""References: small, picklable, JSON-able descriptions of steps and segments; no payload but ``inline``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Extent(Struct, frozen=True, array_like=True, gc=False):
         head, tail = start - self.position, self.position + self.n - stop
         if head == 0 and tail == 0:
             return self
-        return Extent(self.stream, self.row + head, stop - start, start, self.crc, self.before + head, self.after + tail)
+        row, before, after = self.row + head, self.before + head, self.after + tail
+        return Extent(self.stream, row, stop - start, start, self.crc, before, after)
 
     def at(self, position: int) -> Extent:
         """Return the same rows standing for ``position`` on."""

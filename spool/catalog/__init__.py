@@ -1,0 +1,19 @@
+"""The index: SQLite fed from the commit logs. It may be deleted at any time; the logs make it again."""
+
+from spool.catalog.catalog import Catalog
+from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
+from spool.catalog.schema import DamagedError
+from spool.catalog.space import Space
+
+__all__ = [
+    "Catalog",
+    "DamagedError",
+    "Located",
+    "LogItem",
+    "LogState",
+    "Place",
+    "Release",
+    "SessionRow",
+    "Space",
+    "Totals",
+]

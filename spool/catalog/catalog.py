@@ -1,0 +1,282 @@
+"""The catalog: what `logs` feeds and everyone asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spool.catalog import query, schema
+from spool.catalog.database import Database
+from spool.catalog.dump import dump
+from spool.catalog.history import session_events
+from spool.catalog.ingest import Ingest, prepare
+from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
+from spool.catalog.schema import DamagedError
+from spool.errors import StorageError
+from spool.model.events import Attached
+from spool.model.refs import SegmentRef
+
+_OPENINGS = 3
+
+
+class Catalog:
+    """An index of sessions, steps, segments and late facts; safe from many threads, many processes, and after a fork.
+
+    Attributes:
+        moved_aside: where a damaged file was moved, in this process; None where all was sound.
+    """
+
+    def __init__(self, database: Database, moved_aside: str | None = None) -> None:
+        self._database = database
+        self.moved_aside = moved_aside
+
+    @classmethod
+    def open(cls, path: str, *, readonly: bool = False) -> Catalog:
+        """Open the catalog at ``path``, made where there is none.
+
+        A file that is not a sound catalog of this version is moved aside (`moved_aside`) and begun anew. In a folder
+        that cannot be written to, the index lives in memory. Either way it is empty until it is fed from the logs.
+
+        Args:
+            path: the database file; its folder exists.
+            readonly: leave the folder as it is: an index in memory.
+
+        Raises:
+            StorageError: the file cannot be opened.
+        """
+        if readonly or not _writable(path):
+            return cls(Database(None))
+        catalog = cls(Database(path))
+        for _ in range(_OPENINGS):
+            try:
+                catalog._first_look(path)
+                break
+            except DamagedError as error:
+                catalog.reset(error)
+        return catalog
+
+    def _first_look(self, path: str) -> None:
+        with self._database.reading() as connection:
+            wrong = schema.check(connection, whole=False) if os.path.getsize(path) <= schema.CHECKED_BYTES else []
+            if wrong:
+                raise DamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", file=schema.identity(path))
+
+    def reset(self, damage: DamagedError) -> None:
+        """Move the file that ``damage`` is about aside; what follows works on a new, empty one."""
+        self.moved_aside = self._database.move_aside(damage) or self.moved_aside
+
+    def close(self) -> None:
+        """Close the connections; the next call opens them again."""
+        self._database.close()
+
+    def check(self) -> list[str]:
+        """Return what a full integrity check finds wrong; nothing where the file is sound."""
+        with self._database.reading() as connection:
+            return schema.check(connection, whole=True)
+
+    @property
+    def in_memory(self) -> bool:
+        """The index is this process's own and gone with it."""
+        return self._database.path is None
+
+    @property
+    def epoch(self) -> tuple[int, ...]:
+        """A value that changes when the database may be another one (deleted, reset), so that it is fed again."""
+        return self._database.epoch
+
+    # -- feeding -----------------------------------------------------------------------------------------------------
+
+    def offsets(self, streams: Sequence[str] | None = None) -> dict[tuple[str, int], LogState]:
+        """Return how far the log of each (stream, pack) is known, of all streams or some."""
+        return query.log_states(self._run, streams)
+
+    def ingest(
+        self, stream: str, pack: int, *, start: int, end: int, items: Sequence[LogItem], sealed: bool = False
+    ) -> bool:
+        """Take in frames of one pack, all or none, in one transaction.
+
+        Args:
+            stream: the stream's name.
+            pack: number of the pack.
+            start: the offset known before, as `offsets` gave it; 0 for a pack never seen.
+            end: the offset known afterwards; -1 where the frames come from sealed records.
+            items: the frames, in order, without a hole after those that are known.
+            sealed: the pack is sealed, and known whole with these.
+
+        Returns:
+            False, and nothing changed, where another process took them in first; ask `offsets` again.
+
+        Raises:
+            StorageError: another process's transaction lasts too long, or the disk fails.
+            CapacityError: the disk is full.
+            DamagedError: the file is damaged; see `reset`.
+        """
+        ready = prepare(items)
+        with self._database.writing() as connection:
+            found = connection.execute(
+                "SELECT id, offset, n_events, sealed FROM logs WHERE stream = ? AND pack = ?", (stream, pack)
+            ).fetchone()
+            log, offset, n_events, was_sealed = found or (None, 0, 0, 0)
+            if offset != start or was_sealed or (items and items[0].seq != n_events):
+                return False
+            if log is None:
+                log = connection.execute("INSERT INTO logs(stream, pack) VALUES(?, ?) RETURNING id", (stream, pack)).get
+            batch = Ingest(connection, log, stream, pack)
+            batch.apply(ready)
+            batch.finish()
+            connection.execute(
+                "UPDATE logs SET offset = ?, n_events = n_events + ?, sealed = ? WHERE id = ?",
+                (end, len(items), sealed, log),
+            )
+        return True
+
+    @contextmanager
+    def rebuilding(self) -> Iterator[None]:
+        """Empty what the logs feed and let this thread feed it again, all in one transaction.
+
+        Other processes see the old index until it ends, and wait to feed theirs; a failure leaves the old one.
+        """
+        with self._database.writing() as connection:
+            for table in schema.FED:
+                connection.execute(f"DELETE FROM {table}")  # noqa: S608
+            yield
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def session(self, session_id: str) -> SessionRow | None:
+        """Return a session, or None where no opening of it is known."""
+        sid = self._sid(session_id)
+        rows = query.session_rows(self._run, [sid]) if sid is not None else []
+        return rows[0] if rows and rows[0].opened_at is not None else None
+
+    def sessions(
+        self, where: str | None = None, *, order: Sequence[str] = ("opened_at",), limit: int | None = None
+    ) -> Iterator[SessionRow]:
+        """Iterate sessions, discarded ones included (``state = 'discarded'``).
+
+        Args:
+            where: a filter expression; see `spool.catalog.where`.
+            order: column names, ``-`` in front for descending; ties go by id.
+            limit: at most so many.
+
+        Raises:
+            InputError: the filter or the order does not parse; raised by the call, not while iterating.
+        """
+        sids = query.session_ids(self._run, where, order, limit)
+        return (row for page in _pages(sids) for row in query.session_rows(self._run, page))
+
+    def segments(self, where: str | None = None, view: str | None = None) -> Iterator[SegmentRef]:
+        """Iterate segments of finalised sessions that were not discarded, by time of ending, id, view and index.
+
+        The references carry the late facts and arrays that are known now.
+
+        Args:
+            where: a filter expression; see `spool.catalog.where`.
+            view: of this view only; as sessions were finalised.
+
+        Raises:
+            InputError: the filter does not parse; raised by the call, not while iterating.
+        """
+        ids = query.segment_ids(self._run, where, view)
+        return (ref for page in _pages(ids) for ref in query.segment_refs(self._run, page))
+
+    def session_events(self, session_id: str) -> list[Located]:
+        """Return a session's openings, steps, withdrawals and endings in order, ``messages`` left out.
+
+        Empty where nothing is recorded.
+        """
+        sid = self._sid(session_id)
+        return session_events(self._run, sid) if sid is not None else []
+
+    def facts(self, session_id: str, segment: str | None = None) -> dict[str, Any]:
+        """Return the late facts of a session, or those given to one of its segments (``view/index``)."""
+        sid = self._sid(session_id)
+        return query.facts_of(self._run, sid, segment or "") if sid is not None else {}
+
+    def attachments(self, session_id: str) -> tuple[Attached, ...]:
+        """Return the late arrays of a session's segments and steps, the last of each target and field."""
+        sid = self._sid(session_id)
+        return query.attachments_of(self._run, sid) if sid is not None else ()
+
+    def released(self, session_id: str) -> tuple[Release, ...]:
+        """Return the releases of a session's segments."""
+        sid = self._sid(session_id)
+        return query.releases_of(self._run, sid) if sid is not None else ()
+
+    def tools_at(self, key: str) -> Place | None:
+        """Return where tool schemas are stored, or None."""
+        return query.place_of_tools(self._run, key)
+
+    def idle(self, now: float) -> list[str]:
+        """Return the open sessions whose last event is older than their ``idle_s``, longest first."""
+        return query.idle_ids(self._run, now)
+
+    def totals(self) -> Totals:
+        """Return counts over the whole spool."""
+        return query.totals(self._run)
+
+    def dump(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Return everything the logs feed in a form that is equal for equal logs, however and when they were fed.
+
+        Left out is where frames lay in logs that may be sealed by now.
+        """
+        return dump(self._run)
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def reserve(self, stream: str, n_bytes: int, limit: int) -> bool:
+        """Add ``n_bytes`` to what a stream takes unless all streams together would pass ``limit``."""
+        with self._database.writing() as connection:
+            if connection.execute("SELECT ifnull(sum(n_bytes), 0) FROM space").get + n_bytes > limit:
+                return False
+            connection.execute(
+                "INSERT INTO space VALUES(?, ?) ON CONFLICT DO UPDATE SET n_bytes = n_bytes + excluded.n_bytes",
+                (stream, n_bytes),
+            )
+        return True
+
+    def settle(self, stream: str, n_bytes: int) -> None:
+        """Subtract ``n_bytes`` from what a stream takes; a stream that takes nothing is forgotten."""
+        with self._database.writing() as connection:
+            connection.execute("UPDATE space SET n_bytes = n_bytes - ? WHERE stream = ?", (n_bytes, stream))
+            connection.execute("DELETE FROM space WHERE stream = ? AND n_bytes <= 0", (stream,))
+
+    def account(self, exact: Mapping[str, int], assumed: Mapping[str, int]) -> None:
+        """Correct the account by measured sizes, in bytes.
+
+        Args:
+            exact: of streams that nobody writes; 0 forgets one.
+            assumed: of streams that are being written; used where nothing is known of them.
+        """
+        with self._database.writing() as connection:
+            connection.executemany("INSERT OR REPLACE INTO space VALUES(?, ?)", exact.items())
+            connection.executemany("INSERT OR IGNORE INTO space VALUES(?, ?)", assumed.items())
+            connection.execute("DELETE FROM space WHERE n_bytes <= 0")
+
+    def usage(self) -> dict[str, int]:
+        """Return the bytes that each stream takes, grants included."""
+        return dict(self._run("SELECT stream, n_bytes FROM space ORDER BY stream"))
+
+    # -- shared ------------------------------------------------------------------------------------------------------
+
+    def _run(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        with self._database.reading() as connection:
+            return connection.execute(sql, tuple(values)).fetchall()
+
+    def _sid(self, session_id: str) -> int | None:
+        for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
+            return int(sid)
+        return None
+
+
+def _pages(ids: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (ids[start : start + query.PAGE] for start in range(0, len(ids), query.PAGE))
+
+
+def _writable(path: str) -> bool:
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise StorageError(f"there is no folder {folder}; create it, or check the location of the spool", path=folder)
+    return os.access(folder, os.W_OK) and (not os.path.exists(path) or os.access(path, os.W_OK))

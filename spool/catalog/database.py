@@ -1,0 +1,200 @@
+"""The connections of one process to the catalog: one that reads and one that writes, each behind its lock.
+
+Before a fork both are closed, since SQLite keeps a list of its locks for the whole process, and a child that inherits
+it would trust locks it does not hold. A fork inside a transaction leaves the child an index in memory, and the
+inherited connection is never touched again, not even to close it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import apsw
+
+from spool.catalog import schema
+from spool.catalog.schema import DamagedError
+from spool.errors import CapacityError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORK_WAIT_S = 30.0
+"""How long a fork waits for a transaction of another thread."""
+
+
+class _Link:
+    """A connection, opened on first use, and its lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.connection: apsw.Connection | None = None
+        self.identity: schema.Identity | None = None
+        self.owner = 0
+        self.held = False
+
+    def close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+
+
+class Database:
+    """A catalog file, or an index in memory (``path`` None).
+
+    Safe from many threads and after a fork. A file that was deleted or replaced is noticed at the next operation.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self._links(_Link(), _Link() if path is not None else None)
+        self._memory_epoch = 0
+        _live.add(self)
+
+    def _links(self, writer: _Link, reader: _Link | None) -> None:
+        # one database in memory is one connection
+        self._writer, self._reader = writer, reader or writer
+
+    @property
+    def epoch(self) -> tuple[int, ...]:
+        """Something that changes whenever the content may be another: a new file, a reset, a child's own memory."""
+        if self.path is None:
+            return (0, 0, self._memory_epoch)
+        return schema.identity(self.path) or (0, 0)
+
+    @contextmanager
+    def reading(self) -> Iterator[apsw.Connection]:
+        """Lend a connection to read with; inside this thread's own `writing` it sees what that wrote.
+
+        Raises:
+            DamagedError, StorageError, CapacityError: of what is done with it.
+        """
+        link = self._writer if self._writer.owner == threading.get_ident() else self._reader
+        with link.lock, self._translated(link):
+            yield self._connection(link)
+
+    @contextmanager
+    def writing(self) -> Iterator[apsw.Connection]:
+        """Lend a connection inside a transaction, committed at the end and rolled back by an exception; it nests.
+
+        Raises:
+            DamagedError, StorageError, CapacityError: of what is done with it.
+        """
+        link = self._writer
+        with link.lock, self._translated(link):
+            if link.owner:
+                yield self._connection(link)
+                return
+            connection = self._connection(link)
+            connection.execute("BEGIN IMMEDIATE")
+            link.owner = threading.get_ident()
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                link.owner = 0
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    def move_aside(self, damage: DamagedError) -> str | None:
+        """Put a damaged file out of the way, so that the next operation makes a new one; return where it is."""
+        self.close()
+        if self.path is None or damage.file is None:
+            return None
+        return schema.move_aside(self.path, damage.file)
+
+    def close(self) -> None:
+        """Close the connections; the next operation opens them again."""
+        for link in (self._writer, self._reader):
+            with link.lock:
+                link.close()
+
+    def _connection(self, link: _Link) -> apsw.Connection:
+        # 2 us, and the only way to learn that the file was deleted or moved aside by another process
+        if self.path is not None and not link.owner and schema.identity(self.path) != link.identity:
+            link.close()
+        if link.connection is None:
+            link.connection = schema.connect(self.path or ":memory:")
+            link.identity = schema.identity(self.path) if self.path is not None else None
+        return link.connection
+
+    @contextmanager
+    def _translated(self, link: _Link) -> Iterator[None]:
+        name = self.path or "the catalog in memory"
+        try:
+            yield
+        except (apsw.CorruptError, apsw.NotADBError) as error:
+            raise DamagedError(f"{name} is damaged: {error}", file=link.identity) from error
+        except apsw.FullError as error:
+            raise CapacityError(f"no room to write {name}: {error}; free space on its disk", path=name) from error
+        except (apsw.BusyError, apsw.LockedError, apsw.ProtocolError) as error:
+            raise StorageError(
+                f"{name} was busy with another process's transaction for {schema.BUSY_S:g} s ({error}); try again",
+                path=name,
+                busy=True,
+            ) from error
+        except (apsw.IOError, apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
+            raise StorageError(f"cannot use {name}: {error}; check the disk and its permissions", path=name) from error
+
+    # -- forks -------------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Wait for transactions of other threads and close what can be closed."""
+        for link in {self._writer, self._reader}:
+            link.held = link.lock.acquire(timeout=FORK_WAIT_S)
+            if link.held and not link.owner and self.path is not None:
+                link.close()
+
+    def after_fork_in_parent(self) -> None:
+        """Let other threads go on."""
+        for link in {self._writer, self._reader}:
+            if link.held:
+                link.lock.release()
+
+    def after_fork_in_child(self) -> None:
+        """Start with own connections, or with memory where the parent was inside a transaction."""
+        inherited = [link for link in (self._writer, self._reader) if link.connection is not None]
+        if self.path is None and self._writer.held and not self._writer.owner:
+            # a database in memory is plain memory: the child has a whole copy
+            self._writer.lock = threading.RLock()
+            return
+        for link in inherited:
+            _leak(link.connection)
+        if inherited:
+            self.path = None
+            self._memory_epoch = os.getpid()
+        self._links(_Link(), _Link() if self.path is not None else None)
+
+
+def _leak(kept: object) -> None:
+    # closing an inherited connection, also at interpreter exit, would touch the parent's locks and shared memory
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+_live: weakref.WeakSet[Database] = weakref.WeakSet()
+_forking: list[Database] = []
+
+
+def _before() -> None:
+    _forking[:] = list(_live)
+    for database in _forking:
+        database.before_fork()
+
+
+def _in_parent() -> None:
+    for database in _forking:
+        database.after_fork_in_parent()
+    _forking.clear()
+
+
+def _in_child() -> None:
+    for database in _forking:
+        database.after_fork_in_child()
+    _forking.clear()
+
+
+os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,0 +1,57 @@
+"""The events of one session, in the order in which one owner would have recorded them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from spool.catalog.ingest import ORDER, decode_event, decode_ref
+from spool.catalog.rows import Located
+from spool.model.events import SessionDiscarded, SessionFinalized, SessionOpened, Single, StepCommitted, StepDiscarded
+
+Execute = Callable[..., list[tuple[Any, ...]]]
+
+EVENTS = f"""
+SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
+FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? ORDER BY {ORDER}"""  # noqa: S608
+
+
+def session_events(run: Execute, sid: int) -> list[Located]:
+    """Return what the owners of a session recorded, the same whatever the order in which it was ingested.
+
+    Openings come first (resumptions last of them), then steps by index, whatever the clocks of several owners said,
+    withdrawals, the first ending of each view, and a discard. What two owners recorded twice is returned once, as the
+    first did: a step of an index, a withdrawal, a discard.
+    """
+    kinds: dict[type[Single], dict[Any, Located]] = {}
+    for stream, pack, seq, inner, offset, data in run(EVENTS, (sid,)):
+        item = Located(stream=stream, pack=pack, seq=seq, inner=inner, offset=offset, event=decode_event(data))
+        kinds.setdefault(type(item.event), {}).setdefault(_key(item), item)
+
+    def found(kind: type[Single]) -> list[Located]:
+        return list(kinds.get(kind, {}).values())
+
+    opened = sorted(found(SessionOpened), key=lambda item: getattr(item.event, "resumed", False))
+    steps = sorted(found(StepCommitted), key=lambda item: getattr(item.event, "index", 0))
+    finals = [_with_segments(run, sid, item) for item in found(SessionFinalized)]
+    return [*opened, *steps, *found(StepDiscarded), *finals, *found(SessionDiscarded)]
+
+
+def _key(item: Located) -> object:
+    event = item.event
+    if isinstance(event, StepCommitted | StepDiscarded):
+        return event.index
+    if isinstance(event, SessionFinalized):
+        return event.view
+    return (item.stream, item.pack, item.seq, item.inner) if isinstance(event, SessionOpened) else None
+
+
+def _with_segments(run: Execute, sid: int, item: Located) -> Located:
+    event = item.event
+    assert isinstance(event, SessionFinalized)
+    stored: Sequence[tuple[bytes]] = run(
+        "SELECT ref FROM segments WHERE sid = ? AND view = ? ORDER BY idx", (sid, event.view)
+    )
+    return replace(item, event=replace(event, segments=tuple(decode_ref(data) for (data,) in stored)))

@@ -1,0 +1,235 @@
+"""Rows -> structs. Every query is read to its end before anything is yielded, so no cursor outlives its lock."""
+
+# ruff: noqa: S608 - every part of these queries is a constant, or made by `where` from constants
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from spool.catalog.ingest import decode_event, decode_ref
+from spool.catalog.rows import LogState, Place, Release, SessionRow, State, Totals, as_reward
+from spool.catalog.where import Columns, Filter, compile_where
+from spool.errors import InputError
+from spool.model.events import Attached
+from spool.model.refs import SegmentRef
+
+PAGE = 256
+"""Rows fetched at once while iterating."""
+
+_PLAIN = ("session_id", "group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt", "prefer",
+          "trim", "idle_s", "outcome", "view", "finish_reason", "opened_at", "last_at", "finished_at", "n_steps",
+          "n_tokens", "n_generated", "n_segments", "n_nonfinite")  # fmt: skip
+_SHARED = ("session_id", "group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt",
+           "outcome", "opened_at", "last_at", "finished_at")  # fmt: skip
+_OF_SEGMENT = ("view", "count", "n_tokens", "n_rows", "response_start", "response_length", "trainable_tokens",
+               "n_steps", "finish_reason", "n_nonfinite", "cut_tokens", "superseded", "first_version",
+               "last_version")  # fmt: skip
+_STATE = (
+    "(CASE WHEN s.discarded_at IS NOT NULL THEN 'discarded' "
+    "WHEN s.finished_at IS NOT NULL THEN 'final' ELSE 'open' END)"
+)
+_FACT = "(SELECT f.value FROM facts f WHERE f.sid = s.sid AND f.key = ? AND f.target = '')"
+_SEGMENT_FACT = (
+    "(SELECT f.value FROM facts f WHERE f.sid = g.sid AND f.key = ? AND f.target IN ('', g.target) "
+    "ORDER BY f.target DESC LIMIT 1)"
+)
+_RELEASED = "EXISTS(SELECT 1 FROM releases r WHERE r.sid = g.sid AND r.target = g.target)"
+
+SESSION = Columns(
+    {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'")}, _FACT
+)
+SEGMENT = Columns(
+    {
+        **{name: f"s.{name}" for name in _SHARED},
+        **{name: f"g.{name}" for name in _OF_SEGMENT},
+        "index": "g.idx",
+        "released": _RELEASED,
+        "reward": _SEGMENT_FACT.replace("?", "'reward'"),
+    },
+    _SEGMENT_FACT,
+)
+
+Execute = Callable[..., list[tuple[Any, ...]]]
+"""Runs one statement with its values and returns all rows."""
+
+
+def log_states(run: Execute, streams: Sequence[str] | None) -> dict[tuple[str, int], LogState]:
+    """Return what is known of each pack's log, of all streams or some."""
+    sql = "SELECT stream, pack, offset, n_events, sealed FROM logs"
+    if streams is not None:
+        found = [row for name in streams for row in run(f"{sql} WHERE stream = ?", (name,))]
+    else:
+        found = run(sql)
+    return {(stream, pack): LogState(offset, n, bool(sealed)) for stream, pack, offset, n, sealed in found}
+
+
+def session_ids(run: Execute, where: str | None, order: Sequence[str], limit: int | None) -> list[int]:
+    """Return the numbers of the opened sessions that match.
+
+    Raises:
+        InputError: the filter or the order does not parse.
+    """
+    match = _filter(where, SESSION)
+    terms = [_order_term(term) for term in order]
+    sql = (
+        f"SELECT s.sid FROM sessions s WHERE s.opened_at IS NOT NULL AND {match.sql} "
+        f"ORDER BY {', '.join([*terms, 's.session_id'])} LIMIT ?"
+    )
+    return [sid for (sid,) in run(sql, (*match.values, -1 if limit is None else limit))]
+
+
+def _order_term(term: str) -> str:
+    name, descending = (term[1:], " DESC") if term.startswith("-") else (term, "")
+    column = SESSION.known.get(name)
+    if column is None:
+        raise InputError(
+            f"cannot order by {name!r}; columns: {', '.join(sorted(SESSION.known))}, with - in front for descending",
+            columns=sorted(SESSION.known),
+        )
+    return column + descending
+
+
+def _filter(where: str | None, columns: Columns) -> Filter:
+    return compile_where(where, columns) if where is not None else Filter("1")
+
+
+def session_rows(run: Execute, sids: Sequence[int]) -> list[SessionRow]:
+    """Return sessions by number, in the order given."""
+    names = ", ".join(f"s.{name}" for name in _PLAIN)
+    found = {
+        row[0]: row[1:]
+        for row in _by_id(run, f"SELECT s.sid, {names}, {_STATE}, s.metadata FROM sessions s", "s.sid", sids)
+    }
+    facts = _facts(run, sids)
+    return [_session(found[sid], facts.get((sid, ""), {})) for sid in sids if sid in found]
+
+
+def _session(row: tuple[Any, ...], facts: dict[str, Any]) -> SessionRow:
+    *plain, state, metadata = row
+    kind: State = state
+    return SessionRow(
+        **dict(zip(_PLAIN, plain, strict=True)), state=kind, metadata=msgspec.msgpack.decode(metadata), facts=facts
+    )
+
+
+def segment_ids(run: Execute, where: str | None, view: str | None) -> list[int]:
+    """Return the numbers of the segments of finalised, not discarded sessions that match.
+
+    Raises:
+        InputError: the filter does not parse.
+    """
+    match = _filter(where, SEGMENT)
+    of_view, values = ("AND g.view = ?", (view,)) if view is not None else ("", ())
+    sql = (
+        "SELECT g.id FROM segments g JOIN sessions s ON s.sid = g.sid "
+        f"WHERE s.discarded_at IS NULL {of_view} AND {match.sql} "
+        "ORDER BY s.finished_at, s.session_id, g.view, g.idx"
+    )
+    return [number for (number,) in run(sql, (*values, *match.values))]
+
+
+def segment_refs(run: Execute, ids: Sequence[int]) -> list[SegmentRef]:
+    """Return segments by number, in the order given, with what became known later."""
+    found = {row[0]: row[1:] for row in _by_id(run, "SELECT g.id, g.sid, g.target, g.ref FROM segments g", "g.id", ids)}
+    sids = list({sid for sid, _, _ in found.values()})
+    facts, attached = _facts(run, sids), _attached(run, sids)
+    refs = []
+    for number in ids:
+        if number in found:
+            sid, target, data = found[number]
+            late = {**facts.get((sid, ""), {}), **facts.get((sid, target), {})}
+            refs.append(_with_late(decode_ref(data), late, attached.get((sid, target), ())))
+    return refs
+
+
+def _with_late(ref: SegmentRef, facts: dict[str, Any], attached: Iterable[Attached]) -> SegmentRef:
+    changes: dict[str, Any] = {}
+    if facts:
+        reward = as_reward(facts.get("reward"))
+        if "reward" in facts and (reward is not None or facts["reward"] is None):
+            changes["reward"] = reward
+            facts = {key: value for key, value in facts.items() if key != "reward"}
+        changes["facts"] = {**ref.facts, **facts}
+    for event in attached:
+        changes["extents"] = {**changes.get("extents", ref.extents), **event.extents}
+    return replace(ref, **changes) if changes else ref
+
+
+def _facts(run: Execute, sids: Sequence[int]) -> dict[tuple[int, str], dict[str, Any]]:
+    merged: dict[tuple[int, str], dict[str, Any]] = {}
+    for sid, target, key, packed in _by_id(run, "SELECT sid, target, key, packed FROM facts", "sid", sids):
+        merged.setdefault((sid, target), {})[key] = msgspec.msgpack.decode(packed)
+    return merged
+
+
+def _attached(run: Execute, sids: Sequence[int]) -> dict[tuple[int, str], list[Attached]]:
+    found: dict[tuple[int, str], list[Attached]] = {}
+    for sid, target, data in _by_id(run, "SELECT sid, target, event FROM attachments", "sid", sids):
+        event = decode_event(data)
+        assert isinstance(event, Attached)
+        found.setdefault((sid, target), []).append(event)
+    return found
+
+
+def facts_of(run: Execute, sid: int, target: str) -> dict[str, Any]:
+    """Return the late facts of a session (``target`` empty) or of one of its segments."""
+    return _facts(run, [sid]).get((sid, target), {})
+
+
+def attachments_of(run: Execute, sid: int) -> tuple[Attached, ...]:
+    """Return a session's late arrays, by target and field."""
+    return tuple(event for events in _attached(run, [sid]).values() for event in events)
+
+
+def releases_of(run: Execute, sid: int) -> tuple[Release, ...]:
+    """Return a session's releases, by segment and tag."""
+    sql = (
+        "SELECT r.target, r.tag, r.at, r.tag = 0 OR EXISTS(SELECT 1 FROM checkpoints c WHERE c.tag = r.tag) "
+        "FROM releases r WHERE r.sid = ? ORDER BY r.target, r.tag"
+    )
+    return tuple(Release(target, tag if tag != 0 else None, at, bool(due)) for target, tag, at, due in run(sql, (sid,)))
+
+
+def place_of_tools(run: Execute, key: str) -> Place | None:
+    """Return the first place by stream and pack where tool schemas are stored."""
+    sql = (
+        "SELECT l.stream, l.pack, t.seq, t.offset, t.inner FROM tools t JOIN logs l ON l.id = t.log "
+        "WHERE t.key = ? ORDER BY l.stream, l.pack LIMIT 1"
+    )
+    for stream, pack, seq, offset, inner in run(sql, (key,)):
+        return Place(stream=stream, pack=pack, seq=seq, offset=offset, inner=inner)
+    return None
+
+
+def idle_ids(run: Execute, now: float) -> list[str]:
+    """Return the ids of open sessions whose last event is older than their ``idle_s``."""
+    sql = (
+        "SELECT session_id FROM sessions WHERE finished_at IS NULL AND discarded_at IS NULL AND opened_at IS NOT NULL "
+        "AND idle_s IS NOT NULL AND last_at + idle_s < ? ORDER BY last_at, session_id"
+    )
+    return [session_id for (session_id,) in run(sql, (now,))]
+
+
+def totals(run: Execute) -> Totals:
+    """Return counts over the whole spool."""
+    kept = "opened_at IS NOT NULL AND discarded_at IS NULL"
+    counts = run(
+        f"""
+        SELECT (SELECT count(DISTINCT stream) FROM logs), (SELECT count(*) FROM logs), (SELECT total(sealed) FROM logs),
+            count(*) FILTER (WHERE {kept}), count(*) FILTER (WHERE {kept} AND finished_at IS NULL),
+            count(*) FILTER (WHERE {kept} AND finished_at IS NOT NULL),
+            count(*) FILTER (WHERE opened_at IS NOT NULL AND discarded_at IS NOT NULL),
+            total(n_steps) FILTER (WHERE {kept}), total(n_tokens) FILTER (WHERE {kept}),
+            total(n_generated) FILTER (WHERE {kept}), total(n_segments) FILTER (WHERE {kept}) FROM sessions"""
+    )[0]
+    return Totals(**{name: int(n) for name, n in zip(Totals.__struct_fields__, counts, strict=True)})
+
+
+def _by_id(run: Execute, sql: str, column: str, ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    for start in range(0, len(ids), PAGE):
+        page = ids[start : start + PAGE]
+        yield from run(f"{sql} WHERE {column} IN ({', '.join('?' * len(page))})", page)

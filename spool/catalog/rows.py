@@ -1,0 +1,152 @@
+"""What goes into the catalog and what comes out: frozen structs."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from spool.model.events import Event, Single
+
+State = Literal["open", "final", "discarded"]
+
+
+class LogItem(Struct, frozen=True):
+    """One frame of a pack's log.
+
+    Attributes:
+        seq: ordinal of the frame in its log, from 0; the row of the sealed records.
+        offset: where the frame begins in the log; -1 where it was read from sealed records.
+        event: what it holds.
+    """
+
+    seq: int
+    offset: int
+    event: Event
+
+
+class LogState(Struct, frozen=True):
+    """How far the log of a pack is known.
+
+    Attributes:
+        offset: end of the last known frame in ``<n>.log``; 0 where nothing was read from it; -1 once the pack is
+            read from its sealed records.
+        n_events: frames known.
+        sealed: the pack is sealed and known whole.
+    """
+
+    offset: int = 0
+    n_events: int = 0
+    sealed: bool = False
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where an event is recorded.
+
+    Attributes:
+        stream: the stream's name.
+        pack: number of the pack.
+        seq: ordinal of the frame in the pack's log.
+        offset: where the frame begins in the log; -1 where only the sealed records were seen.
+        inner: ordinal inside the frame's transaction; 0 where it is none.
+    """
+
+    stream: str
+    pack: int
+    seq: int
+    offset: int
+    inner: int = 0
+
+
+class Located(Place, frozen=True, kw_only=True):
+    """An event (its ``messages`` left out) and its place."""
+
+    event: Single
+
+
+class Release(Struct, frozen=True):
+    """A segment was released.
+
+    Attributes:
+        segment: ``view/index``.
+        tag: the checkpoint that must be taken before its data may go; None for at once.
+        at: the first release under that tag, seconds since the epoch.
+        due: no tag, or the tag is checkpointed: the data may go.
+    """
+
+    segment: str
+    tag: str | None
+    at: float
+    due: bool
+
+
+class SessionRow(Struct, frozen=True, kw_only=True):
+    """A session as the index knows it.
+
+    Attributes:
+        session_id, group_id, sample_index, rollout_step, source, prompt_id, split, attempt: its identity.
+        prefer, trim, idle_s, metadata: as it was opened.
+        state: ``open``, ``final`` or ``discarded``.
+        outcome: how it ended; None before.
+        view: the one it was finalised with.
+        finish_reason: of its last step.
+        opened_at, last_at, finished_at: seconds since the epoch; ``last_at`` is the last event of its owner.
+        n_steps: steps that were not withdrawn.
+        n_tokens: tokens they add to their parents' chains.
+        n_generated: response tokens.
+        n_segments: segments of ``view``.
+        n_nonfinite: NaN and infinite logprobs.
+        facts: late facts of the session, ``reward`` among them.
+    """
+
+    session_id: str
+    group_id: str | None
+    sample_index: int | None
+    rollout_step: int | None
+    source: str | None
+    prompt_id: str | None
+    split: str | None
+    attempt: int
+    prefer: str
+    trim: int
+    idle_s: float | None
+    metadata: dict[str, Any]
+    state: State
+    outcome: str | None
+    view: str | None
+    finish_reason: str | None
+    opened_at: float
+    last_at: float
+    finished_at: float | None
+    n_steps: int
+    n_tokens: int
+    n_generated: int
+    n_segments: int
+    n_nonfinite: int
+    facts: dict[str, Any] = {}
+
+    @property
+    def reward(self) -> float | None:
+        """The late fact ``reward``, where it is a number."""
+        return as_reward(self.facts.get("reward"))
+
+
+class Totals(Struct, frozen=True, kw_only=True):
+    """Counts over the whole spool; sessions, steps and segments without the discarded ones."""
+
+    n_streams: int
+    n_packs: int
+    n_sealed: int
+    n_sessions: int
+    n_open: int
+    n_final: int
+    n_discarded: int
+    n_steps: int
+    n_tokens: int
+    n_generated: int
+    n_segments: int
+
+
+def as_reward(value: object) -> float | None:
+    """Return the fact as a reward, or None where it is not a number."""
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,183 @@
+"""The tables, their version, and how a database file is opened, found damaged, and moved aside."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from functools import partial
+
+import apsw
+
+from spool.errors import IntegrityError
+
+APPLICATION_ID = 0x53504F4C
+VERSION = 1
+BUSY_S = 10.0
+"""How long an operation waits for another process's transaction."""
+
+CHECKED_BYTES = 4 << 20
+"""Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
+
+# Slots of a session's events: steps and their withdrawals have the step's index, the others these.
+OPEN, FINAL, DISCARD = -3, -2, -1
+
+TABLES = """
+CREATE TABLE logs(
+    id INTEGER PRIMARY KEY, stream TEXT NOT NULL, pack INTEGER NOT NULL, offset INTEGER NOT NULL DEFAULT 0,
+    n_events INTEGER NOT NULL DEFAULT 0, sealed INTEGER NOT NULL DEFAULT 0, UNIQUE(stream, pack));
+CREATE TABLE sessions(
+    sid INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE,
+    group_id TEXT, sample_index INTEGER, rollout_step INTEGER, source TEXT, prompt_id TEXT, split TEXT, attempt INTEGER,
+    prefer TEXT, trim INTEGER, idle_s REAL, metadata BLOB,
+    outcome TEXT, view TEXT, finish_reason TEXT, last_index INTEGER,
+    opened_at REAL, last_at REAL, finished_at REAL, discarded_at REAL,
+    n_steps INTEGER NOT NULL DEFAULT 0, n_tokens INTEGER NOT NULL DEFAULT 0, n_generated INTEGER NOT NULL DEFAULT 0,
+    n_segments INTEGER NOT NULL DEFAULT 0, n_nonfinite INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX sessions_group ON sessions(group_id) WHERE group_id IS NOT NULL;
+CREATE INDEX sessions_rollout ON sessions(rollout_step) WHERE rollout_step IS NOT NULL;
+CREATE INDEX sessions_open ON sessions(last_at) WHERE finished_at IS NULL AND discarded_at IS NULL;
+CREATE TABLE events(
+    id INTEGER PRIMARY KEY, sid INTEGER NOT NULL, slot INTEGER NOT NULL, kind TEXT NOT NULL, live INTEGER NOT NULL,
+    at REAL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL, offset INTEGER NOT NULL,
+    n_new INTEGER NOT NULL, n_generated INTEGER NOT NULL, n_nonfinite INTEGER NOT NULL, event BLOB NOT NULL);
+CREATE INDEX events_of ON events(sid, slot);
+CREATE TABLE segments(
+    id INTEGER PRIMARY KEY, sid INTEGER NOT NULL, view TEXT NOT NULL, idx INTEGER NOT NULL, target TEXT NOT NULL,
+    count INTEGER, n_tokens INTEGER, n_rows INTEGER, response_start INTEGER, response_length INTEGER,
+    trainable_tokens INTEGER, n_steps INTEGER, finish_reason TEXT, n_nonfinite INTEGER, cut_tokens INTEGER,
+    superseded INTEGER, first_version, last_version, ref BLOB NOT NULL, UNIQUE(sid, view, idx));
+CREATE TABLE facts(
+    sid INTEGER NOT NULL, key TEXT NOT NULL, target TEXT NOT NULL, value, packed BLOB NOT NULL,
+    at REAL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL,
+    PRIMARY KEY(sid, key, target)) WITHOUT ROWID;
+CREATE TABLE attachments(
+    sid INTEGER NOT NULL, target TEXT NOT NULL, field TEXT NOT NULL, event BLOB NOT NULL,
+    at REAL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL,
+    PRIMARY KEY(sid, target, field)) WITHOUT ROWID;
+CREATE TABLE releases(
+    sid INTEGER NOT NULL, target TEXT NOT NULL, tag NOT NULL, at REAL, PRIMARY KEY(sid, target, tag)) WITHOUT ROWID;
+CREATE TABLE checkpoints(tag TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
+CREATE TABLE tools(
+    key TEXT NOT NULL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL, offset INTEGER NOT NULL,
+    PRIMARY KEY(key, log)) WITHOUT ROWID;
+CREATE TABLE space(stream TEXT PRIMARY KEY, n_bytes INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+FED = ("logs", "sessions", "events", "segments", "facts", "attachments", "releases", "checkpoints", "tools")
+"""The tables that the logs make again; `space` is not one of them."""
+
+Identity = tuple[int, int]
+
+
+class DamagedError(IntegrityError):
+    """The catalog file is not a sound database of this version: move it aside and feed a new one.
+
+    Attributes:
+        file: device and inode of that file; None where there is no file.
+    """
+
+    def __init__(self, message: str, *, file: Identity | None) -> None:
+        super().__init__(message)
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (partial(type(self), file=self.file), (str(self),))
+
+
+def identity(path: str) -> Identity | None:
+    """Return device and inode of the file at ``path``, or None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def connect(path: str) -> apsw.Connection:
+    """Open a database, made with its tables where the file is missing or empty.
+
+    Args:
+        path: the file, or ``:memory:``.
+
+    Raises:
+        DamagedError: the file is something else, of another version, or torn.
+        apsw.Error: it cannot be opened.
+    """
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        file = identity(path)
+        connection = apsw.Connection(path)
+        try:
+            return _prepare(connection, path, file)
+        except apsw.BusyError:
+            # the switch to WAL and the recovery after a crash do not always wait for the process that is at it
+            connection.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        except (apsw.NotADBError, apsw.CorruptError) as error:
+            connection.close()
+            raise DamagedError(f"{path} is damaged: {error}", file=file) from error
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> apsw.Connection:
+    connection.set_busy_timeout(int(BUSY_S * 1000))
+    connection.pragma("synchronous", "normal")
+    if not connection.pragma("user_version"):
+        connection.pragma("journal_mode", "wal")
+        connection.execute("BEGIN IMMEDIATE")
+        # looked at again: another process may have made the tables by now
+        if not connection.pragma("user_version") and not connection.execute("SELECT count(*) FROM sqlite_schema").get:
+            connection.execute(TABLES)
+            connection.pragma("application_id", APPLICATION_ID)
+            connection.pragma("user_version", VERSION)
+        connection.execute("COMMIT")
+    found = connection.pragma("application_id"), connection.pragma("user_version")
+    if found != (APPLICATION_ID, VERSION):
+        raise DamagedError(
+            f"{path} is not a catalog of version {VERSION}: application id and version are {found}", file=file
+        )
+    return connection
+
+
+def check(connection: apsw.Connection, *, whole: bool) -> list[str]:
+    """Return what is wrong with the database, nothing where it is sound; ``whole`` compares the indexes too."""
+    found = connection.execute(f"PRAGMA {'integrity_check' if whole else 'quick_check'}").fetchall()
+    return [str(text) for (text,) in found if text != "ok"]
+
+
+def move_aside(path: str, damaged: Identity) -> str | None:
+    """Rename the database at ``path`` to ``<path>.damaged-<n>``, with its WAL, if it still is the damaged one.
+
+    Two processes may find the same damage: a lock on the damaged file itself lets one of them move it.
+
+    Args:
+        path: the database file.
+        damaged: device and inode of the file that was found damaged; by now another may be there.
+
+    Returns:
+        The new path; None where another process moved the file first.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if identity(path) != damaged:
+            return None
+        n = 0
+        while os.path.exists(f"{path}.damaged-{n}"):
+            n += 1
+        target = f"{path}.damaged-{n}"
+        # shared memory and WAL first: a database that is made at ``path`` must never meet those of the old one
+        for suffix in ("-shm", "-wal", ""):
+            if os.path.exists(path + suffix):
+                os.rename(path + suffix, target + suffix)
+        return target
+    finally:
+        os.close(fd)

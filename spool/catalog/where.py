@@ -1,0 +1,269 @@
+"""Filter expressions -> parameterised SQL. Nothing of the text reaches SQLite but bound values.
+
+::
+
+    or    := and ("or" and)*
+    and   := not ("and" not)*
+    not   := "not" not | test
+    test  := sum [("=" | "==" | "!=" | "<>" | "<" | "<=" | ">" | ">=") sum
+                  | ["not"] "in" "(" sum ("," sum)* ")" | ["not"] "like" sum | ["not"] "between" sum "and" sum
+                  | "is" ["not"] "null"]
+    sum   := term (("+" | "-") term)*      term := unary (("*" | "/" | "%") unary)*
+    unary := "-" unary | number | 'text' | true | false | name | "(" or ")"
+
+A name is a column, or else a late fact. Null follows SQL: it is neither equal to nor different from anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+from spool.errors import InputError
+
+MAX_DEPTH = 64
+MAX_TOKENS = 20_000
+MAX_OPERATORS = 400
+MAX_TEXT = 10_000
+
+Value = int | float | str
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+)
+      | (?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.]))
+      | (?P<text>'(?:[^']|'')*')
+      | (?P<name>[^\W\d]\w*)
+      | (?P<symbol><=|>=|<>|!=|==|[=<>(),+\-*/%])""",
+    re.VERBOSE,
+)
+_KEYWORDS = frozenset({"and", "or", "not", "in", "like", "between", "is", "null", "true", "false"})
+_COMPARE = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
+
+
+class Columns(NamedTuple):
+    """What names mean.
+
+    Attributes:
+        known: SQL expression by column name.
+        fact: SQL expression with one ``?``, the name of a late fact.
+    """
+
+    known: Mapping[str, str]
+    fact: str
+
+
+class Filter(NamedTuple):
+    """An SQL condition and its parameters, in order."""
+
+    sql: str
+    values: tuple[Value, ...] = ()
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    at: int
+
+
+def compile_where(text: str, columns: Columns) -> Filter:
+    """Translate a filter expression.
+
+    Args:
+        text: the expression.
+        columns: what names mean.
+
+    Raises:
+        InputError: it does not parse; the message points at the place and lists the columns.
+    """
+    parser = _Parser(text, columns)
+    found = parser.disjunction(0)
+    parser.end()
+    return found
+
+
+class _Parser:
+    def __init__(self, text: str, columns: Columns) -> None:
+        self._text = text
+        self._columns = columns
+        self._operators = 0
+        self._tokens = self._split()
+        self._next = 0
+
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def _split(self) -> list[_Token]:
+        tokens, at = [], 0
+        while at < len(self._text):
+            match = _TOKEN.match(self._text, at)
+            if match is None:
+                self._fail(at, self._strange(at))
+            kind, found = str(match.lastgroup), match[0]
+            if kind == "name" and found.lower() in _KEYWORDS:
+                kind, found = "keyword", found.lower()
+            if kind != "space":
+                tokens.append(_Token(kind, found, at))
+            if len(tokens) > MAX_TOKENS:
+                self._fail(at, f"more than {MAX_TOKENS} words")
+            at = match.end()
+        return [*tokens, _Token("end", "", len(self._text))]
+
+    def _strange(self, at: int) -> str:
+        char = self._text[at]
+        if char == "'":
+            return "this text has no closing quote"
+        if char in '"`':
+            return "text is written in single quotes, 'like this'"
+        if char in "&|":
+            return "write 'and' or 'or'"
+        return "this is not a number" if char.isdigit() or char == "." else f"unexpected {char!r}"
+
+    def _fail(self, at: int, problem: str) -> NoReturn:
+        low = max(0, at - 60)
+        shown = re.sub(r"\s", " ", self._text[low : at + 40]).encode("utf-8", "replace").decode()
+        raise InputError(
+            f"cannot read the filter, at character {at}: {problem}\n  {shown}\n  {' ' * (at - low)}^\n"
+            f"columns: {', '.join(sorted(self._columns.known))}; any other name is a late fact",
+            position=at,
+            columns=sorted(self._columns.known),
+        )
+
+    def _peek(self, *texts: str) -> bool:
+        token = self._tokens[self._next]
+        return token.kind in ("symbol", "keyword") and token.text in texts
+
+    def _take(self, *texts: str) -> str | None:
+        if not self._peek(*texts):
+            return None
+        self._next += 1
+        return self._tokens[self._next - 1].text
+
+    def _expect(self, text: str) -> None:
+        if self._take(text) is None:
+            token = self._tokens[self._next]
+            self._fail(token.at, f"expected {text!r}, found {token.text or 'the end'!r}")
+
+    def _count(self) -> None:
+        # SQLite refuses deep expressions; a chain of operators is as deep as it is long
+        self._operators += 1
+        if self._operators > MAX_OPERATORS:
+            self._fail(self._tokens[self._next].at, f"more than {MAX_OPERATORS} operators; use in (...)")
+
+    def end(self) -> None:
+        """Refuse what is left."""
+        token = self._tokens[self._next]
+        if token.kind != "end":
+            self._fail(token.at, f"expected an operator or the end, found {token.text!r}")
+
+    # -- rules -------------------------------------------------------------------------------------------------------
+
+    def disjunction(self, depth: int) -> Filter:
+        """Parse ``or`` chains, the whole of an expression."""
+        found = self._conjunction(depth)
+        while self._take("or"):
+            found = self._join(found, "OR", self._conjunction(depth))
+        return found
+
+    def _conjunction(self, depth: int) -> Filter:
+        found = self._negation(depth)
+        while self._take("and"):
+            found = self._join(found, "AND", self._negation(depth))
+        return found
+
+    def _negation(self, depth: int) -> Filter:
+        if self._take("not"):
+            inner = self._negation(self._deeper(depth))
+            return Filter(f"(NOT {inner.sql})", inner.values)
+        return self._test(depth)
+
+    def _test(self, depth: int) -> Filter:
+        left = self._sum(depth)
+        symbol = self._take(*_COMPARE)
+        if symbol is not None:
+            if self._peek("null"):
+                self._fail(self._tokens[self._next].at, "nothing equals null; write 'is null' or 'is not null'")
+            return self._join(left, _COMPARE[symbol], self._sum(depth))
+        if self._take("is"):
+            negated = self._take("not")
+            self._expect("null")
+            return Filter(f"({left.sql} IS {'NOT ' if negated else ''}NULL)", left.values)
+        negated = self._take("not")
+        kind = self._take("in", "like", "between")
+        if kind is None:
+            if negated:
+                self._fail(self._tokens[self._next].at, "expected 'in', 'like' or 'between' after 'not'")
+            return left
+        operator = f"NOT {kind.upper()}" if negated else kind.upper()
+        if kind == "in":
+            return self._among(left, operator, depth)
+        right = self._sum(depth)
+        if kind == "between":
+            self._expect("and")
+            right = self._join(right, "AND", self._sum(depth), bare=True)
+        return self._join(left, operator, right)
+
+    def _among(self, left: Filter, operator: str, depth: int) -> Filter:
+        self._expect("(")
+        items = [self._sum(depth)]
+        while self._take(","):
+            items.append(self._sum(depth))
+        self._expect(")")
+        values = tuple(value for item in items for value in item.values)
+        return self._join(left, operator, Filter(f"({', '.join(item.sql for item in items)})", values))
+
+    def _sum(self, depth: int) -> Filter:
+        found = self._term(depth)
+        while symbol := self._take("+", "-"):
+            found = self._join(found, symbol, self._term(depth))
+        return found
+
+    def _term(self, depth: int) -> Filter:
+        found = self._unary(depth)
+        while symbol := self._take("*", "/", "%"):
+            found = self._join(found, symbol, self._unary(depth))
+        return found
+
+    def _unary(self, depth: int) -> Filter:
+        if self._take("-"):
+            inner = self._unary(self._deeper(depth))
+            return Filter(f"(- {inner.sql})", inner.values)
+        if self._take("("):
+            found = self.disjunction(self._deeper(depth))
+            self._expect(")")
+            return found
+        token = self._tokens[self._next]
+        self._next += 1
+        if token.kind == "number":
+            return Filter("?", (_number(token.text),))
+        if token.kind == "text":
+            return Filter("?", (self._literal(token),))
+        if token.text in ("true", "false") and token.kind == "keyword":
+            return Filter("?", (int(token.text == "true"),))
+        if token.kind == "name":
+            known = self._columns.known.get(token.text)
+            return Filter(known) if known is not None else Filter(self._columns.fact, (token.text,))
+        return self._fail(token.at, f"expected a name, number or 'text', found {token.text or 'the end'!r}")
+
+    def _literal(self, token: _Token) -> str:
+        text = token.text[1:-1].replace("''", "'")
+        if len(text) > MAX_TEXT:
+            self._fail(token.at, f"this text is longer than {MAX_TEXT} characters")
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            self._fail(token.at, "this text holds a lone surrogate, which no recorded text does")
+        return text
+
+    def _deeper(self, depth: int) -> int:
+        if depth >= MAX_DEPTH:
+            self._fail(self._tokens[self._next].at, f"nested more than {MAX_DEPTH} deep")
+        return depth + 1
+
+    def _join(self, left: Filter, operator: str, right: Filter, *, bare: bool = False) -> Filter:
+        self._count()
+        sql = f"{left.sql} {operator} {right.sql}"
+        return Filter(sql if bare else f"({sql})", left.values + right.values)
+
+
+def _number(text: str) -> Value:
+    if text.isdigit() and len(text) < 20 and int(text) < 1 << 63:
+        return int(text)
+    return float(text)

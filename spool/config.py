@@ -1,0 +1,127 @@
+"""Where a spool is and how it behaves: the URI, its options, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, get_args, get_type_hints
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+from msgspec import Struct
+
+from spool.errors import ConfigError
+from spool.sizes import parse_size
+
+Durability = Literal["process", "disk"]
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """A parsed spool URI.
+
+    Attributes:
+        root: absolute path of the hot root.
+        hot_bytes: limit of the hot tier over all processes; None for the disk's own.
+        fields: names of the fields that are stored; None for all that are sent.
+        durability: ``process`` survives a killed process, ``disk`` a lost machine (fdatasync of every append).
+        direct: use O_DIRECT where the file system allows it.
+        append_timeout_s: how long an append waits for room.
+        session_idle_s: an open session without an append for so long ends as ``timeout``; None for never.
+        pack_age_s: a pack rolls at the first append after this age; None for by size only.
+        page_cache_bytes: page cache that buffered reads may leave behind.
+        max_open_files: files a reader keeps open.
+        threads: threads of the async twins and of large reads; None for a default by CPU count.
+    """
+
+    root: str
+    hot_bytes: int | None = None
+    fields: tuple[str, ...] | None = None
+    durability: Durability = "process"
+    direct: bool = True
+    append_timeout_s: float = 60.0
+    session_idle_s: float | None = None
+    pack_age_s: float | None = None
+    page_cache_bytes: int = 64 << 20
+    max_open_files: int = 256
+    threads: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The root as a URL, a hint in references."""
+        return f"file://{self.root}"
+
+
+OPTIONS: tuple[str, ...] = tuple(name for name in Config.__struct_fields__ if name != "root")
+"""Names of the options a URI may carry."""
+
+
+def default_location() -> str | None:
+    """Return ``$SPOOL_URI``, or None."""
+    return os.environ.get("SPOOL_URI") or None
+
+
+def search_roots() -> tuple[str, ...]:
+    """Return the local roots named in ``$SPOOL_ROOTS`` (separated by ``:``)."""
+    return tuple(part for part in os.environ.get("SPOOL_ROOTS", "").split(os.pathsep) if part)
+
+
+def parse_uri(uri: str | None) -> Config:
+    """Parse ``file:///path?option=value&...`` or a plain path.
+
+    Args:
+        uri: the location; None for ``$SPOOL_URI``.
+
+    Raises:
+        ConfigError: no location, an unknown scheme or option, a value that does not parse.
+    """
+    text = uri or default_location()
+    if not text:
+        raise ConfigError("no spool given: pass a URI such as file:///nvme/spool, or set SPOOL_URI")
+    path, query = _split(text)
+    if "\0" in path or not path:
+        raise ConfigError(f"{text!r} names no directory")
+    options = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in OPTIONS:
+            hint = "; this version has no cold tier" if name == "spill" else ""
+            raise ConfigError(f"unknown option {name!r} in {text!r}; known: {', '.join(OPTIONS)}{hint}", option=name)
+        if name in options:
+            raise ConfigError(f"option {name!r} stands twice in {text!r}", option=name)
+        options[name] = _option(name, value)
+    return Config(root=os.path.abspath(path), **options)  # type: ignore[arg-type]
+
+
+def _split(text: str) -> tuple[str, str]:
+    if "://" not in text:
+        path, _, query = text.partition("?")
+        return os.path.expanduser(path), query
+    parts = urlsplit(text)
+    if parts.scheme != "file":
+        raise ConfigError(f"a hot root is a local directory (file:///path), not {parts.scheme}://")
+    if parts.username or parts.password:
+        raise ConfigError("a spool URI carries no credentials")
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(f"{text!r} names a host; write file:///path with three slashes")
+    return unquote(parts.path), parts.query
+
+
+_TYPES = get_type_hints(Config)
+
+
+def _option(name: str, value: str) -> object:
+    try:
+        if name.endswith("_bytes"):
+            size = parse_size(value)
+            if size <= 0:
+                raise ConfigError(f"option {name}={value!r} must be positive", option=name)
+            return size
+        if name == "fields":
+            return tuple(part for part in value.split(",") if part)
+        if name == "direct":
+            return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
+        number = msgspec.convert(value, _TYPES[name], strict=False)
+    except (msgspec.ValidationError, KeyError) as error:
+        choices = f" (one of {', '.join(get_args(Durability))})" if name == "durability" else ""
+        raise ConfigError(f"option {name}={value!r} is not valid{choices}", option=name) from error
+    if isinstance(number, int | float) and not number > 0:
+        raise ConfigError(f"option {name}={value!r} must be positive", option=name)
+    return number

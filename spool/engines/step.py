@@ -1,0 +1,198 @@
+"""One model invocation as an engine reported it, and how its parts are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from spool.engines.wires import decode_routing
+from spool.errors import InputError, PayloadError
+from spool.formats.arrays import as_floats, as_token_ids
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from spool.model.moe import MoEShape
+
+Response: TypeAlias = Mapping[str, Any] | str | bytes
+Json: TypeAlias = Any
+"""A value of parsed JSON."""
+WeightVersion: TypeAlias = str | tuple[tuple[str, int, int], ...]
+
+
+class EngineStep(Struct, frozen=True, kw_only=True, eq=False):
+    """Keyword arguments of `Session.append`: ``session.append(**step)``.
+
+    What is None is left out. Add your own with ``{**step, "messages": messages}``.
+
+    Attributes:
+        prompt_token_ids, response_token_ids: int32, one dimension.
+        logprobs: float32, one a response token.
+        routed_experts: ``[rows, layers, topk]`` in the dtype it was sent in; not yet checked against the tokens.
+        routed_experts_start: forward row that row 0 stands for, as asked for or as the payload says.
+        weight_version: a version, or ``(version, start, stop)`` spans over the response tokens.
+        finish_reason: as the engine gave it.
+        metadata: what else is worth keeping: ``cached_tokens``, ``finish_message``.
+    """
+
+    prompt_token_ids: NDArray[np.int32] | None = None
+    response_token_ids: NDArray[np.int32] | None = None
+    logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[Any] | None = None
+    routed_experts_start: int = 0
+    weight_version: WeightVersion | None = None
+    finish_reason: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the arguments that are set."""
+        return tuple(name for name in self.__struct_fields__ if getattr(self, name) is not None)
+
+    def __getitem__(self, name: str) -> Json:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+
+def make_step(
+    *,
+    prompt: object,
+    response: object,
+    logprobs: object,
+    routing: object,
+    routing_dtype: str | None,
+    start: int,
+    experts: MoEShape | None,
+    version: WeightVersion | None,
+    finish_reason: str | None,
+    metadata: Mapping[str, Any],
+) -> EngineStep:
+    """Convert what a reader found in a response.
+
+    Args:
+        prompt: token ids, or None where the response does not hold them and the caller gave none.
+        response: token ids.
+        logprobs: of the response, or None.
+        routing: payload in any form of `decode_routing`, or None.
+        routing_dtype: what the response says about it.
+        start: forward row the caller asked for.
+        experts: the model's shape.
+        version: of the response.
+        finish_reason: as given.
+        metadata: entries that are None are dropped.
+
+    Raises:
+        PayloadError: a part does not fit.
+        InputError: there are no prompt ids.
+    """
+    if prompt is None:
+        raise InputError("the response does not hold the prompt's token ids: pass prompt_token_ids=")
+    ids = as_token_ids(response, what="response_token_ids")
+    rows = None
+    if routing is not None:
+        rows, said = decode_routing(routing, experts=experts, dtype=routing_dtype)
+        start = start if said is None else said
+        if not len(rows) and (finish_reason == "abort" or not len(ids)):
+            rows = None
+    kept = {key: value for key, value in metadata.items() if value is not None}
+    return EngineStep(
+        prompt_token_ids=as_token_ids(prompt, what="prompt_token_ids"),
+        response_token_ids=ids,
+        logprobs=None if logprobs is None else as_floats(logprobs, what="logprobs"),
+        routed_experts=rows,
+        routed_experts_start=0 if rows is None else start,
+        weight_version=_version_of(version, len(ids)),
+        finish_reason=finish_reason,
+        metadata=kept or None,
+    )
+
+
+def as_response(response: Response) -> Mapping[str, Any]:
+    """Return a response as a mapping; JSON text is parsed, base64 stays one string.
+
+    Raises:
+        InputError: it is neither a mapping nor JSON text of one.
+    """
+    value: Any = response
+    if isinstance(response, (str, bytes)):
+        try:
+            value = msgspec.json.decode(response)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            # Python servers write NaN, -Infinity and lone surrogates, which strict JSON has not.
+            try:
+                value = json.loads(response)
+            except ValueError as error:
+                raise InputError(f"the response is not JSON: {error}") from error
+    if isinstance(value, Sequence):
+        raise InputError(f"got a list of {len(value)} responses; pass one of them at a time")
+    if not isinstance(value, Mapping):
+        raise InputError(f"a response is a mapping or its JSON text, got {type(value).__name__}")
+    return value
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping, else an empty one: absent and null parts read the same."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def first_given(*values: Json) -> Json:
+    """Return the first value that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def column(entries: Sequence[Any], index: int | str, *, what: str) -> list[Any]:
+    """Return one member of every entry, without a Python loop.
+
+    Raises:
+        PayloadError: an entry has no such member.
+    """
+    try:
+        return list(map(itemgetter(index), entries))
+    except (TypeError, IndexError, KeyError) as error:
+        raise PayloadError(f"{what} has an entry without {index!r}: {error!r}", field=what) from error
+
+
+def reason(value: object) -> tuple[str | None, str | None]:
+    """Return a finish reason and its message: engines send a string, an object with ``type``, or null."""
+    if isinstance(value, Mapping):
+        kind, message = value.get("type"), value.get("message")
+        return None if kind is None else str(kind), None if message is None else str(message)
+    return None if value is None else str(value), None
+
+
+def version(single: object, spans: object) -> WeightVersion | None:
+    """Return a weight version from ``weight_version`` and, where the server sends them, ``weight_versions`` spans.
+
+    Raises:
+        PayloadError: the spans are malformed.
+    """
+    if not spans:
+        return None if single is None else str(single)
+    if not isinstance(spans, Sequence) or isinstance(spans, str):
+        raise PayloadError(f"weight_versions must be a list of spans, got {spans!r}", field="weight_versions")
+    read = []
+    for span in spans:
+        name, start, stop = (mapping(span).get(key) for key in ("version", "start", "end"))
+        if name is None or not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start <= stop:
+            raise PayloadError(f"weight_versions: {span!r} is not {{version, start, end}}", field="weight_versions")
+        if stop > start:
+            read.append((str(name), start, stop))
+    return tuple(read) or (None if single is None else str(single))
+
+
+def _version_of(found: WeightVersion | None, n_response: int) -> WeightVersion | None:
+    if not isinstance(found, tuple):
+        return found
+    edges = [0, *(stop for _, _, stop in found)]
+    if edges[-1] != n_response or any(start != edge for (_, start, _), edge in zip(found, edges, strict=False)):
+        raise PayloadError(
+            f"weight_versions {list(found)} do not tile the {n_response} response tokens",
+            field="weight_versions", expected=n_response, got=list(found),
+        )  # fmt: skip
+    return found if len(found) > 1 else found[0][0]

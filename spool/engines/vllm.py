@@ -1,0 +1,115 @@
+"""vLLM: ``/v1/completions``, ``/v1/chat/completions`` and ``/inference/v1/generate``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spool.engines.choices import choice_logprobs, choice_token_ids, no_token_ids, pick_choice
+from spool.engines.step import EngineStep, Json, Response, as_response, first_given, make_step, mapping, reason, version
+from spool.engines.wires import decode_routing
+from spool.errors import PayloadError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from spool.model.moe import MoEShape
+
+
+def from_vllm(
+    response: Response,
+    *,
+    prompt_token_ids: Json = None,
+    experts: MoEShape | None = None,
+    routed_experts_start: int = 0,
+    request: Mapping[str, Any] | None = None,
+    choice: int = 0,
+) -> EngineStep:
+    """Read one choice of a vLLM response.
+
+    0.22 and later send prompt and response in one ``.npy`` payload on the choice. 0.21 sends MoE layers only, the
+    prompt's rows (``prompt_routed_experts``, -1 where they came from the cache) apart from the generated ones, whose
+    first row is that of the first generated token: the two are put together here.
+
+    Args:
+        response: of any of the endpoints, or its JSON text; ask for ``return_token_ids`` and ``logprobs``.
+        prompt_token_ids: what was sent as input, where neither request nor response holds it.
+        experts: the model's shape, checked against the payload's.
+        routed_experts_start: ``routed_experts_prompt_start`` of the request.
+        request: the request's body, to take token ids and start from.
+        choice: which of the choices.
+
+    Raises:
+        PayloadError: a part of the response is malformed; says what was expected and what came.
+        InputError: token ids are nowhere to be found, or the response is not one.
+    """
+    body, asked = as_response(response), mapping(request)
+    part = pick_choice(body, choice) if "choices" in body else body
+    finish_reason, _ = reason(part.get("finish_reason"))
+    ids = choice_token_ids(part)
+    if ids is None:
+        if finish_reason != "abort":
+            raise no_token_ids("vLLM", "ask for them with return_token_ids=True")
+        ids = ()
+    prompt = first_given(prompt_token_ids, _sent_ids(asked), part.get("prompt_token_ids"), body.get("prompt_token_ids"))
+    start = routed_experts_start or asked.get("routed_experts_prompt_start") or 0
+    routing: Json = first_given(part.get("routed_experts"), mapping(part.get("message")).get("routed_experts"))
+    head = first_given(part.get("prompt_routed_experts"), body.get("prompt_routed_experts"))
+    if head is not None:
+        routing = _joined(head, routing, len(prompt or ()), experts)
+    elif routing is not None:
+        routing, said = decode_routing(routing, experts=experts)
+        start = _start_of(len(routing), start if said is None else said, len(prompt or ()), len(ids))
+    metadata = mapping(body.get("metadata"))
+    details = mapping(mapping(body.get("usage")).get("prompt_tokens_details"))
+    return make_step(
+        prompt=prompt,
+        response=ids,
+        logprobs=choice_logprobs(part),
+        routing=routing,
+        routing_dtype=None,
+        start=start,
+        experts=experts,
+        version=version(
+            first_given(part.get("weight_version"), body.get("weight_version"), metadata.get("weight_version")),
+            first_given(part.get("weight_versions"), metadata.get("weight_versions")),
+        ),
+        finish_reason=finish_reason,
+        metadata={"cached_tokens": details.get("cached_tokens")},
+    )
+
+
+def _sent_ids(request: Mapping[str, Any]) -> Json:
+    prompt = first_given(request.get("token_ids"), request.get("prompt"))
+    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
+
+
+def _start_of(n_rows: int, start: int, n_prompt: int, n_response: int) -> int:
+    """Return where the rows begin: behind the prompt where only the generated rows were sent (0.21)."""
+    n_tokens = n_prompt + n_response
+    fits = n_rows in (n_tokens - 1 - start, n_tokens - 1, n_tokens - start, n_tokens)
+    return n_prompt if not fits and n_response and n_rows in (n_response - 1, n_response) else start
+
+
+def _joined(head: object, tail: object, n_prompt: int, experts: MoEShape | None) -> NDArray[Any]:
+    """Return the prompt's rows followed by the generated tokens' rows; copies, in the wider of the two dtypes."""
+    first = decode_routing(head, experts=experts, what="prompt_routed_experts").rows
+    if len(first) != n_prompt:
+        raise PayloadError(
+            f"prompt_routed_experts has {len(first)} rows for {n_prompt} prompt tokens",
+            field="routed_experts", expected=n_prompt, got=len(first),
+        )  # fmt: skip
+    if tail is None:
+        return first
+    rest = decode_routing(tail, experts=experts).rows
+    if not len(rest):
+        return first
+    if rest.shape[1:] != first.shape[1:]:
+        raise PayloadError(
+            f"prompt_routed_experts has rows of {first.shape[1:]}, routed_experts of {rest.shape[1:]}",
+            field="routed_experts",
+        )
+    return np.concatenate((first, rest))

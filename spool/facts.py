@@ -1,0 +1,129 @@
+"""Late facts, from any process: annotations, attached arrays, releases, withdrawals."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spool.errors import InputError
+from spool.formats import arrays, values
+from spool.formats import messages as message_format
+from spool.formats.frames import encode_event
+from spool.model.events import Annotated, Attached, Checkpointed, Released, SessionDiscarded
+from spool.model.fields import BUILT_IN, FieldSpec, Schema
+from spool.model.refs import Extent, SegmentRef, StepRef
+from spool.recorder import Recorder
+from spool.write.stream import Rows, Run
+
+
+class Facts:
+    """Writes late facts into a stream of this process.
+
+    Args:
+        recorder: this process's streams.
+        fields: specs that were declared when the spool was opened.
+        require: raises NotFoundError where a session is not recorded.
+    """
+
+    def __init__(self, recorder: Recorder, fields: Sequence[FieldSpec], require: Callable[[str], None]) -> None:
+        self._recorder = recorder
+        self._fields = {spec.name: spec for spec in fields}
+        self._require = require
+
+    def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
+        """See `Spool.annotate`."""
+        self._require(session_id)
+        text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
+        checked = message_format.decode_messages(b"[" + text + b"]")[0]
+        reward = checked.get("reward")
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
+        self._recorder.record(
+            Annotated(session_id, time.time(), checked, None if segment is None else target_of(segment))
+        )
+
+    def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
+        """See `Spool.attach`."""
+        self._require(ref.session_id)
+        checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
+        for spec, rows in checked:
+            self._attach(ref, spec, rows)
+
+    def _late_rows(
+        self, ref: SegmentRef | StepRef, name: str, value: Any, align: str | None
+    ) -> tuple[FieldSpec, NDArray[Any]]:
+        array = arrays.as_array(value, what=f"{name} of {ref.id}")
+        spec = self._fields.get(name) or _late_spec(ref, name, array, align)
+        if spec.ragged:
+            raise InputError(f"{name} is ragged; attach takes arrays with one row a position", field=name)
+        rows = array[None] if spec.align == "step" else array
+        values.check_values(rows, spec, what=ref.id, position=0)
+        return spec, rows
+
+    def _attach(self, ref: SegmentRef | StepRef, spec: FieldSpec, rows: NDArray[Any]) -> None:
+        writer = self._recorder.writer(Schema.of(spec))
+        first = ref.response_start if spec.align == "response" else 0
+
+        def fill(dst: NDArray[Any], start: int) -> None:
+            arrays.copy_rows(dst, rows[start : start + len(dst)])
+
+        def event(runs: Mapping[str, tuple[Run, ...]]) -> bytes:
+            extents, position = [], first
+            for run in runs.get(spec.name, ()):
+                extents.append(Extent(writer.name, run.row, run.n, position, run.crc))
+                position += run.n
+            found = {spec.name: tuple(extents)}
+            return encode_event(Attached(ref.session_id, time.time(), target_of(ref), spec, found))
+
+        writer.append({spec.name: Rows(len(rows), fill)}, event)
+
+    def discard(self, session_id: str) -> None:
+        """See `Spool.discard`."""
+        live = self._recorder.live(session_id)
+        if live is not None:
+            live.abandon()
+        else:
+            self._require(session_id)
+            self._recorder.record(SessionDiscarded(session_id, time.time()))
+
+    def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
+        """See `Spool.release`."""
+        by_session: dict[str, list[str]] = {}
+        for ref in refs:
+            by_session.setdefault(ref.session_id, []).append(target_of(ref))
+        for session_id, names in by_session.items():
+            self._recorder.record(Released(session_id, time.time(), tuple(names), tag))
+
+    def checkpointed(self, tag: str) -> None:
+        """See `Spool.checkpointed`."""
+        self._recorder.record(Checkpointed(tag, time.time()))
+
+
+def target_of(ref: SegmentRef | StepRef) -> str:
+    """Return how events name a segment (``view/index``) or a step (``:index``) inside its session."""
+    return f"{ref.view}/{ref.index}" if isinstance(ref, SegmentRef) else f":{ref.index}"
+
+
+def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:
+    """Return the spec of an undeclared late array: aligned as ``align``, or as its length says."""
+    if name in BUILT_IN:
+        raise InputError(f"{name} is recorded by append; attach under another name", field=name)
+    lengths = {"token": ref.n_tokens, "response": ref.response_length, "forward": max(ref.n_rows - 1, 0)}
+    rows = array.shape[0] if array.ndim else None
+    fits = [kind for kind, n in lengths.items() if rows == n]
+    chosen: Any = align or (fits[0] if len(fits) == 1 else None)
+    if chosen is None or (chosen != "step" and chosen not in fits):
+        raise InputError(
+            f"{name} has shape {array.shape}; {ref.id} has "
+            + ", ".join(f"{n} {kind} rows" for kind, n in lengths.items())
+            + ("; pass align= to say which" if fits and align is None else ""),
+            field=name,
+            expected=lengths,
+            got=list(array.shape),
+        )
+    shape = array.shape if chosen == "step" else array.shape[1:]
+    return FieldSpec(name=name, dtype=np.dtype(array.dtype).name, align=chosen, shape=shape)

@@ -1,0 +1,1 @@
+"""Buffers <-> arrays and structs, never a path: Zarr shards, commit log frames, Arrow records, payloads."""

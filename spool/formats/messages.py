@@ -1,0 +1,75 @@
+"""Messages and tool schemas <-> ASCII JSON, reversible for every str, lone surrogates included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from spool.errors import InputError
+
+
+def encode_message(message: object, *, what: str) -> bytes:
+    r"""Return one message as ASCII JSON.
+
+    A lone surrogate becomes its ``\ud800`` escape, and NaN the literal ``NaN``: `decode_messages` gives both back.
+    Objects with ``model_dump()`` (pydantic) are dumped first.
+
+    Raises:
+        InputError: the message cannot be JSON, or JSON would change it (a mapping's key that is not a string).
+    """
+    try:
+        text = json.dumps(message, separators=(",", ":"), default=_dump)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} cannot be stored as JSON: {error}; pass dicts, lists, strings and numbers") from error
+    if not _keys_are_strings(message):
+        raise InputError(f"{what} has a mapping key that is not a string; JSON would turn it into one")
+    return text.encode("ascii")
+
+
+def _dump(value: object) -> object:
+    dump = getattr(value, "model_dump", None)
+    if dump is None:
+        raise TypeError(f"{type(value).__name__} is not JSON")
+    return dump()
+
+
+def _keys_are_strings(value: object) -> bool:
+    pending: list[object] = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if not all(isinstance(key, str) for key in item):
+                return False
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+    return True
+
+
+def join_messages(messages: Sequence[bytes]) -> bytes:
+    """Return a JSON array of already encoded messages; nothing for none."""
+    return b"[" + b",".join(messages) + b"]" if messages else b""
+
+
+def decode_messages(data: bytes) -> list[Any]:
+    """Return the messages of a JSON array that `join_messages` made."""
+    return list(json.loads(data)) if data else []
+
+
+def split_messages(data: bytes) -> list[bytes]:
+    """Return the encoded messages of a JSON array that `join_messages` made, byte for byte."""
+    return [encode_message(message, what="message") for message in decode_messages(data)]
+
+
+def printable(value: object) -> Any:
+    """Return ``value`` as valid JSON: lone surrogates replaced by U+FFFD, NaN and infinities as text."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, float) and value - value != 0:
+        return repr(value)
+    if isinstance(value, dict):
+        return {printable(key): printable(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes):
+        return [printable(item) for item in value]
+    return value

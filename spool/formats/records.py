@@ -1,0 +1,188 @@
+"""The records of a sealed pack: an Arrow IPC file (zstd), one row a frame of its commit log, in order.
+
+Readable with pyarrow alone. Columns, null where the event has no such fact:
+
+=================  ===================================================================================================
+``kind``           ``open``, ``step``, ``tools``, ``undo``, ``final``, ``discard``, ``note``, ``attach``, ``release``,
+                   ``ckpt``, or ``all`` for a transaction
+``session_id``     the session it is about
+``at``             seconds since the epoch
+``index``          number of the step in its session (``step``, ``undo``)
+``step_id``        the caller's id of the step
+``parent``         index of the step whose chain it extends
+``n_prompt``       tokens of the prompt
+``n_tokens``       tokens of prompt and response
+``finish_reason``  as the engine gave it
+``outcome``        how the session ended (``final``)
+``messages``       JSON array: the messages that the parent's do not start with
+``tools_key``      content key of the tool schemas (``step``, ``tools``)
+``tools``          JSON: the tool schemas (``tools``)
+``facts``          JSON object: ``facts`` of ``note``, ``metadata`` of ``open`` and ``step``; null if JSON cannot say it
+``extents``        list of ``{array, stream, row, n, position, crc, before, after}``: where the rows are (``step``,
+                   ``attach``); ``crc`` is the crc32c of the stored bytes of rows ``[row - before, row + n + after)``
+``inner``          the events of a transaction, each a struct of the columns above
+``event``          the exact msgpack payload
+=================  ===================================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow as pa
+from msgspec.structs import asdict
+
+from spool.errors import IntegrityError
+from spool.formats.frames import decode_event
+from spool.model.events import Event, ToolsStored, Transaction
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+BATCH_ROWS = 256
+"""Rows of every record batch but the last, so that one row is found without reading the others' batches."""
+
+_PLAIN = ("session_id", "at", "index", "step_id", "parent", "n_prompt", "n_tokens", "finish_reason", "outcome")
+_EXTENT = pa.struct(
+    [
+        pa.field("array", pa.string()),
+        pa.field("stream", pa.string()),
+        pa.field("row", pa.int64()),
+        pa.field("n", pa.int64()),
+        pa.field("position", pa.int64()),
+        pa.field("crc", pa.uint32()),
+        pa.field("before", pa.int64()),
+        pa.field("after", pa.int64()),
+    ]
+)
+_COLUMNS: list[pa.Field[Any]] = [
+    pa.field("kind", pa.string(), nullable=False),
+    pa.field("session_id", pa.string()),
+    pa.field("at", pa.float64()),
+    pa.field("index", pa.int64()),
+    pa.field("step_id", pa.string()),
+    pa.field("parent", pa.int64()),
+    pa.field("n_prompt", pa.int64()),
+    pa.field("n_tokens", pa.int64()),
+    pa.field("finish_reason", pa.string()),
+    pa.field("outcome", pa.string()),
+    pa.field("messages", pa.large_string()),
+    pa.field("tools_key", pa.string()),
+    pa.field("tools", pa.large_string()),
+    pa.field("facts", pa.large_string()),
+    pa.field("extents", pa.list_(_EXTENT)),
+]
+_SCHEMA = pa.schema(
+    [*_COLUMNS, pa.field("inner", pa.list_(pa.struct(_COLUMNS))), pa.field("event", pa.large_binary(), nullable=False)],
+    metadata={"spool:format": "1"},
+)
+_EVENT_ONLY = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.get_field_index("event")])
+
+
+def encode(events: Sequence[bytes]) -> memoryview:
+    """Return the Arrow IPC file of the payloads of a log.
+
+    Args:
+        events: payloads, in the order of their frames.
+
+    Returns:
+        Read-only bytes.
+
+    Raises:
+        IntegrityError: a payload is not an event.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for start in range(0, len(events), BATCH_ROWS):
+            rows = [_row(payload) for payload in events[start : start + BATCH_ROWS]]
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=_SCHEMA))
+    return memoryview(sink.getvalue())
+
+
+def decode(buffer: bytes | memoryview | mmap.mmap) -> list[bytes]:
+    """Return the payloads of a records file, in order.
+
+    Raises:
+        IntegrityError: the file is damaged.
+    """
+    reader = _open(buffer)
+    payloads: list[bytes] = []
+    for number in range(reader.num_record_batches):
+        payloads.extend(event.as_py() for event in _events(reader, number))
+    return payloads
+
+
+def one(buffer: bytes | memoryview | mmap.mmap, row: int) -> bytes:
+    """Return the payload of one row; of the file only its footer and one column of one batch is touched.
+
+    Args:
+        buffer: the file, as bytes or memory map.
+        row: number of the frame in its log, from 0.
+
+    Raises:
+        IntegrityError: the file is damaged or has no such row.
+    """
+    reader = _open(buffer)
+    number, inside = divmod(row, BATCH_ROWS)
+    if 0 <= number < reader.num_record_batches:
+        events = _events(reader, number)
+        if inside < len(events):
+            payload: bytes = events[inside].as_py()
+            return payload
+    raise IntegrityError(
+        f"the records file has no row {row}: it is not the one the catalog was fed from; rebuild the catalog", row=row
+    )
+
+
+def _open(buffer: bytes | memoryview | mmap.mmap) -> pa.ipc.RecordBatchFileReader:
+    try:
+        return pa.ipc.open_file(pa.py_buffer(buffer), options=_EVENT_ONLY)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise _damaged(error) from error
+
+
+def _events(reader: pa.ipc.RecordBatchFileReader, number: int) -> pa.Array[Any]:
+    try:
+        return reader.get_batch(number).column("event")
+    except (pa.ArrowInvalid, OSError, KeyError) as error:
+        raise _damaged(error) from error
+
+
+def _damaged(error: Exception) -> IntegrityError:
+    return IntegrityError(f"the records file is damaged: {error}; restore it from the cold tier")
+
+
+def _row(payload: bytes) -> dict[str, Any]:
+    event = decode_event(payload)
+    row = _columns(event)
+    if isinstance(event, Transaction):
+        row["inner"] = [_columns(part) for part in event.events]
+    row["event"] = payload
+    return row
+
+
+def _columns(event: Event) -> dict[str, Any]:
+    row: dict[str, Any] = {name: getattr(event, name, None) for name in _PLAIN}
+    row["kind"] = event.__struct_config__.tag
+    row["messages"] = _text(getattr(event, "messages", b""))
+    row["tools_key"] = event.key if isinstance(event, ToolsStored) else getattr(event, "tools_key", None)
+    row["tools"] = _text(event.json) if isinstance(event, ToolsStored) else None
+    row["facts"] = _json(getattr(event, "facts", None) or getattr(event, "metadata", None))
+    extents = getattr(event, "extents", None)
+    if extents is not None:
+        row["extents"] = [{"array": name, **asdict(run)} for name, runs in extents.items() for run in runs]
+    return row
+
+
+def _text(data: bytes) -> str | None:
+    # sealing a pack never fails for a record that says it badly: the exact bytes are in ``event``
+    return data.decode(errors="replace") if data else None
+
+
+def _json(facts: dict[str, Any] | None) -> str | None:
+    try:
+        return msgspec.json.encode(facts).decode() if facts else None
+    except (TypeError, ValueError):
+        return None

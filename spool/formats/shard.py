@@ -1,0 +1,199 @@
+"""Zarr v3 arrays with the sharding codec, by hand: metadata documents, shard index, keys.
+
+A shard in the hot tier is the plain rows in order, padded with zeros to whole inner chunks, and the index behind them:
+inner chunk *i* lies at ``i * chunk_bytes``, so an append is a write and a slice is a read, and any Zarr v3 reader opens
+the sealed file. Fill value 0 stands for rows of a pack that were skipped. Documents: Zarr v3 core and the
+``sharding_indexed`` codec (ZEP 2).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from crc32c import crc32c
+
+from spool.errors import ConfigError, IntegrityError, SpoolError
+from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema, numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT = 1
+"""Version of what a stream's ``zarr.json`` says in its attributes."""
+
+_ZARR_DTYPES = frozenset(
+    {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
+)
+_MISSING = np.uint64(2**64 - 1)
+_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+
+
+def shard_key(name: str, ndim: int, pack: int) -> str:
+    """Return the key of shard ``pack`` under its stream: array ``x`` of 3 dimensions, pack 7 -> ``x/c/7/0/0``.
+
+    Args:
+        name: the array's name.
+        ndim: its dimensions, rows included.
+        pack: the shard's number along the rows.
+    """
+    return f"{name}/c/{pack}" + "/0" * (ndim - 1)
+
+
+def padded_bytes(n_data_bytes: int, *, chunk_bytes: int) -> int:
+    """Return ``n_data_bytes`` rounded up to whole inner chunks; there the index begins."""
+    return -(-n_data_bytes // chunk_bytes) * chunk_bytes
+
+
+def shard_index(n_data_bytes: int, *, chunk_bytes: int, n_chunks: int) -> bytes:
+    """Return the index that goes behind the padded data.
+
+    Args:
+        n_data_bytes: bytes of rows in the shard, padding not counted.
+        chunk_bytes: bytes of one inner chunk.
+        n_chunks: inner chunks of a full shard, R / C.
+
+    Returns:
+        ``16 * n_chunks + 4`` bytes: u64 offset and u64 size of each inner chunk (both 2**64-1 for one that is not
+        there), and their crc32c.
+    """
+    present = padded_bytes(n_data_bytes, chunk_bytes=chunk_bytes) // chunk_bytes
+    assert present <= n_chunks, f"{n_data_bytes} bytes do not fit {n_chunks} chunks of {chunk_bytes}"
+    index = np.full((n_chunks, 2), _MISSING, "<u8")
+    index[:present, 0] = np.arange(present, dtype=np.uint64) * np.uint64(chunk_bytes)
+    index[:present, 1] = chunk_bytes
+    entries = index.tobytes()
+    return entries + crc32c(entries).to_bytes(4, "little")
+
+
+def array_metadata(
+    spec: ArraySpec, *, chunk_rows: int, shard_rows: int, n_rows: int, valid_rows: Sequence[Sequence[int]]
+) -> bytes:
+    """Return the ``zarr.json`` of one stored array.
+
+    Args:
+        spec: its name, dtype and inner shape.
+        chunk_rows: C, rows of an inner chunk.
+        shard_rows: R, rows of a shard; a multiple of C.
+        n_rows: rows up to the end of the last sealed pack.
+        valid_rows: ``[start, count]`` of each pack's rows; what lies between was skipped and reads as 0.
+
+    Raises:
+        ConfigError: Zarr has no dtype for it.
+    """
+    dtype, attributes = _zarr_dtype(spec), {"spool:rows": [list(pair) for pair in valid_rows]}
+    if dtype != _name(spec):
+        attributes["spool:dtype"] = _name(spec)  # type: ignore[assignment]
+    sharding = {
+        "chunk_shape": [chunk_rows, *spec.shape],
+        "codecs": [_LITTLE],
+        "index_codecs": [_LITTLE, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return _document(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": [n_rows, *spec.shape],
+            "data_type": dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard_rows, *spec.shape]}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if dtype == "bool" else 0.0 if dtype.startswith("float") else 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": attributes,
+        }
+    )
+
+
+def parse_rows(data: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Return ``n_rows`` and ``valid_rows`` of an array's ``zarr.json``.
+
+    Raises:
+        IntegrityError: it is torn, or not one of ours.
+    """
+    document = _parse(data, node_type="array")
+    try:
+        rows = msgspec.convert(document["attributes"]["spool:rows"], list[tuple[int, int]])
+        return msgspec.convert(document["shape"][0], int), rows
+    except (LookupError, TypeError, msgspec.ValidationError) as error:
+        raise _not_ours(error) from error
+
+
+def group_metadata(schema: Schema, layout: Layout, *, stream: str, created: float, **attributes: object) -> bytes:
+    """Return the ``zarr.json`` of a stream.
+
+    Args:
+        schema: its fields.
+        layout: rows a chunk and a shard of each array.
+        stream: its name.
+        created: seconds since the epoch.
+        attributes: more JSON-able facts; ``x`` is written as ``spool:x``.
+    """
+    facts = {
+        "format": FORMAT,
+        "stream": stream,
+        "created": created,
+        "schema": schema.fields,
+        "layout": layout,
+        **attributes,
+    }
+    named = {f"spool:{name}": value for name, value in facts.items()}
+    return _document({"zarr_format": 3, "node_type": "group", "attributes": named})
+
+
+def parse_group(data: bytes) -> tuple[Schema, Layout]:
+    """Return the schema and the layout of a stream from its ``zarr.json``.
+
+    Raises:
+        IntegrityError: it is torn, or not one of ours, or of a newer format.
+    """
+    facts = parse_attributes(data)
+    try:
+        fields = msgspec.convert(facts["schema"], tuple[FieldSpec, ...])
+        return Schema(fields), msgspec.convert(facts["layout"], Layout)
+    except (LookupError, TypeError, msgspec.ValidationError, ConfigError) as error:
+        raise _not_ours(error) from error
+
+
+def parse_attributes(data: bytes) -> dict[str, Any]:
+    """Return what `group_metadata` was told, by name (``format``, ``stream``, ``created``, ...).
+
+    Raises:
+        IntegrityError: it is torn, or not one of ours, or of a newer format.
+    """
+    attributes = _parse(data, node_type="group").get("attributes")
+    if not isinstance(attributes, dict) or attributes.get("spool:format") != FORMAT:
+        raise _not_ours(f"its attributes do not say spool:format {FORMAT}")
+    return {name[6:]: value for name, value in attributes.items() if name.startswith("spool:")}
+
+
+def _zarr_dtype(spec: ArraySpec) -> str:
+    name = _name(spec)
+    if name == "bfloat16":
+        return "uint16"
+    if name not in _ZARR_DTYPES:
+        raise ConfigError(f"array {spec.name!r}: Zarr has no dtype for {spec.dtype}; store float64 or integers instead")
+    return name
+
+
+def _name(spec: ArraySpec) -> str:
+    return numpy_dtype(spec.dtype).name
+
+
+def _document(value: dict[str, object]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=0)
+
+
+def _parse(data: bytes, *, node_type: str) -> dict[str, Any]:
+    try:
+        document = msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_ours(error) from error
+    if document.get("zarr_format") != 3 or document.get("node_type") != node_type:
+        raise _not_ours(f"it does not describe a Zarr v3 {node_type}")
+    return document
+
+
+def _not_ours(why: object) -> SpoolError:
+    return IntegrityError(f"this zarr.json cannot be used: {why}; it is torn, damaged or newer: run `spool recover`")

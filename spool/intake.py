@@ -1,0 +1,391 @@
+"""What an engine sent, checked and made ready to store: the arguments of `Session.append` as arrays and row sources.
+
+Nothing here has a side effect: a refused step leaves the session as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from spool.errors import InputError, PayloadError
+from spool.formats import arrays, experts, messages, values
+from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Layout, Schema, numpy_dtype
+from spool.model.refs import StepRef, Unit, VersionSpan
+from spool.rollout.coverage import Range
+from spool.write.stream import Rows
+
+Store = Callable[[NDArray[Any], NDArray[Any]], None]
+"""``store(dst, src)``: narrow source rows into stored rows."""
+
+HASH_ROWS = 4096
+
+
+class Source(Struct, frozen=True):
+    """One field's rows as the caller sent them.
+
+    Attributes:
+        spec: the field.
+        pieces: ``(position, rows)``, ascending, never overlapping; views of the caller's arrays.
+        store: narrows rows of a piece into stored rows.
+        ends: for a ragged field, the end offset of each row, uint64; ``pieces`` then holds the values.
+    """
+
+    spec: FieldSpec
+    pieces: tuple[tuple[int, NDArray[Any]], ...]
+    store: Store
+    ends: NDArray[np.uint64] | None = None
+
+    @property
+    def given(self) -> tuple[Range, ...]:
+        """Positions that rows were sent for."""
+        if self.ends is not None:
+            return (Range(self.pieces[0][0], len(self.ends)),)
+        return tuple(Range(position, len(rows)) for position, rows in self.pieces)
+
+    def rows(self, ranges: Sequence[Range]) -> dict[str, Rows]:
+        """Return what to write, by stored array, for the positions in ``ranges``, which must have been given."""
+        name, shape = self.spec.name, self.spec.shape
+        if self.ends is None:
+            return {name: _rows(self._slices(ranges), self.store)}
+        start = self.pieces[0][0]
+        first, stop = ranges[0].position - start, ranges[-1].position + ranges[-1].n - start
+        low = int(self.ends[first - 1]) if first else 0
+        values = self.pieces[0][1].reshape(-1, *shape)[low : int(self.ends[stop - 1]) if stop else 0]
+        ends = self.ends[first:stop] - np.uint64(low)
+        return {f"{name}.offsets": _rows([ends], np.copyto), f"{name}.values": _rows([values], self.store)}
+
+    def _slices(self, ranges: Iterable[Range]) -> list[NDArray[Any]]:
+        slices = []
+        for wanted in ranges:
+            stop = wanted.position + wanted.n
+            for position, rows in self.pieces:
+                low, high = max(wanted.position, position), min(stop, position + len(rows))
+                if low < high:
+                    slices.append(rows[low - position : high - position])
+        return slices
+
+    def digest(self) -> bytes:
+        """Return a digest of positions and stored values, whatever dtype they were sent in."""
+        digest = xxhash.xxh3_128()
+        for position, rows in self.pieces:
+            digest.update(f"{self.spec.name} {position} {len(rows)};".encode())
+            for first in range(0, len(rows), HASH_ROWS):
+                part = rows[first : first + HASH_ROWS]
+                stored = np.empty((len(part), *self.spec.shape), numpy_dtype(self.spec.dtype))
+                self.store(stored, part)
+                digest.update(stored.data)
+        if self.ends is not None:
+            digest.update(self.ends.data)
+        return digest.digest()
+
+
+def _rows(slices: Sequence[NDArray[Any]], store: Store) -> Rows:
+    """Return a row source over ``slices`` one after the other."""
+
+    def fill(dst: NDArray[Any], first: int) -> None:
+        done = 0
+        for part in slices:
+            if first >= len(part):
+                first -= len(part)
+                continue
+            n = min(len(part) - first, len(dst) - done)
+            store(dst[done : done + n], part[first : first + n])
+            done, first = done + n, 0
+            if done == len(dst):
+                return
+
+    return Rows(sum(map(len, slices)), fill)
+
+
+class StepInput(Struct, frozen=True, kw_only=True):
+    """The arguments of `Session.append`, which documents them."""
+
+    prompt_token_ids: Any = None
+    response_token_ids: Any = None
+    logprobs: Any = None
+    loss_mask: Any = None
+    routed_experts: Any = None
+    routed_experts_start: int = 0
+    weight_version: Any = None
+    messages: Sequence[Any] | None = None
+    tools: Sequence[Any] | None = None
+    finish_reason: str | None = None
+    step_id: str | None = None
+    parent: str | int | StepRef | None = None
+    units: Sequence[Any] = ()
+    fields: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
+class Intake(Struct, frozen=True):
+    """One step, checked.
+
+    Attributes:
+        prompt, response: int32 token ids; both empty for a step of messages only.
+        n_rows: rows of the forward over both, units expanded.
+        sources: rows by field.
+        versions: weight versions of the response, absolute positions, tiling it; empty where unknown.
+        units: multimodal units of the prompt by position.
+        n_nonfinite: NaN and infinite logprobs.
+        messages: the full list, one JSON text a message.
+        tools: tool schemas as JSON, or nothing.
+    """
+
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    n_rows: int
+    sources: dict[str, Source]
+    versions: tuple[VersionSpan, ...]
+    units: tuple[Unit, ...]
+    n_nonfinite: int
+    messages: tuple[bytes, ...]
+    tools: bytes
+
+    def signature(self, finish_reason: str | None) -> bytes:
+        """Return a digest of the whole content, 16 bytes: equal for an append of the same step again."""
+        digest = xxhash.xxh3_128()
+        digest.update(f"{len(self.prompt)} {finish_reason} {self.versions} {self.units};".encode())
+        for part in (self.prompt, self.response):
+            digest.update(part.data)
+        for name in sorted(self.sources):
+            digest.update(self.sources[name].digest())
+        digest.update(messages.join_messages(self.messages))
+        digest.update(self.tools)
+        return digest.digest()
+
+
+def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
+    """Check one append against ``schema`` and return it as an `Intake`.
+
+    Args:
+        schema: the session's fields; a declared field that the spool does not store is not among them.
+        step: the arguments of the append.
+        prefer: which of two chunks of this call that overlap is kept, ``first`` or ``last``.
+        what: how errors name the step, e.g. ``step 3 of session 'u1'``.
+
+    Raises:
+        PayloadError: an array does not fit; names field, step, token, layer and value.
+        InputError: another argument does not fit.
+    """
+    prompt = _token_ids(step.prompt_token_ids, f"prompt_token_ids of {what}")
+    response = _token_ids(step.response_token_ids, f"response_token_ids of {what}")
+    n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
+    units = _units(step.units, n_prompt, what)
+    n_rows = n_tokens + sum(unit.n_rows - 1 for unit in units)
+    sources: dict[str, Source] = {}
+    if n_tokens:
+        parts = ((0, prompt), (n_prompt, response))
+        sources["token_ids"] = Source(TOKEN_IDS, tuple(part for part in parts if len(part[1])), np.copyto)
+    n_nonfinite = 0
+    if step.logprobs is not None:
+        probs = arrays.as_floats(step.logprobs, what=f"logprobs of {what}")
+        _check_count("logprobs", len(probs), len(response), what)
+        n_nonfinite = arrays.count_nonfinite(probs)
+        sources["logprobs"] = Source(LOGPROBS, ((n_prompt, probs),), np.copyto)
+    if step.loss_mask is not None:
+        mask = _loss_mask(step.loss_mask, n_prompt, len(response), what)
+        if not mask.all():
+            sources["loss_mask"] = Source(LOSS_MASK, ((n_prompt, mask),), np.copyto)
+    if step.routed_experts is not None and ROUTED_EXPERTS in schema:
+        start = step.routed_experts_start
+        sources[ROUTED_EXPERTS] = _forward(schema[ROUTED_EXPERTS], step.routed_experts, n_rows, start, what, prefer)
+    for name, value in (step.fields or {}).items():
+        if name in schema:
+            sources[name] = _user_field(schema[name], value, (n_prompt, n_tokens, n_rows), what, prefer)
+    versions = _versions(step.weight_version, n_prompt, n_tokens, what)
+    return Intake(
+        prompt=prompt,
+        response=response,
+        n_rows=n_rows,
+        sources={name: source for name, source in sources.items() if name in schema and source.given},
+        versions=versions or _chunk_versions(step.routed_experts, n_prompt, n_tokens),
+        units=units,
+        n_nonfinite=n_nonfinite,
+        messages=tuple(
+            messages.encode_message(message, what=f"message {i} of {what}")
+            for i, message in enumerate(step.messages or ())
+        ),
+        tools=messages.encode_message(list(step.tools), what=f"tools of {what}") if step.tools else b"",
+    )
+
+
+def _token_ids(value: Any, what: str) -> NDArray[np.int32]:
+    return arrays.as_token_ids(() if value is None else value, what=what)
+
+
+def _check_count(field: str, got: int, expected: int, what: str) -> None:
+    if got != expected:
+        raise PayloadError(
+            f"{field} of {what} has {got} entries for {expected} response tokens; send one a response token",
+            field=field, expected=expected, got=got, step=what,
+        )  # fmt: skip
+
+
+def _loss_mask(value: Any, n_prompt: int, n_response: int, what: str) -> NDArray[np.uint8]:
+    """Return the response's mask; one over the whole step is taken where it is 0 on the prompt."""
+    mask = arrays.as_array(value, what=f"loss_mask of {what}")
+    if mask.ndim != 1 or mask.dtype.kind not in "biuf":
+        raise PayloadError(f"loss_mask of {what} must be one-dimensional 0/1 numbers, got {mask.dtype} {mask.shape}")
+    if len(mask) == n_prompt + n_response and n_prompt and not mask[:n_prompt].any():
+        mask = mask[n_prompt:]
+    _check_count("loss_mask", len(mask), n_response, what)
+    ones = mask == 1
+    wrong = np.flatnonzero(~ones & (mask != 0))
+    if len(wrong):
+        raise PayloadError(
+            f"loss_mask of {what} has {mask[wrong[0]]!r} at response token {wrong[0]}; only 0 and 1 are allowed",
+            field="loss_mask", step=what, token=int(wrong[0]),
+        )  # fmt: skip
+    cleared: NDArray[np.uint8] = ones.astype(np.uint8)
+    return cleared
+
+
+def _forward(spec: FieldSpec, payload: Any, n_rows: int, start: int, what: str, prefer: str) -> Source:
+    pieces = experts.pieces(payload, spec, n_rows=n_rows, start=start, what=what)
+    return Source(spec, _disjoint(pieces, prefer), lambda dst, src: experts.store(dst, src, spec))
+
+
+def _is_chunks(payload: Any) -> bool:
+    return isinstance(payload, list | tuple) and bool(payload) and all(isinstance(p, experts.Chunk) for p in payload)
+
+
+def _disjoint(pieces: Iterable[tuple[int, NDArray[Any]]], prefer: str) -> tuple[tuple[int, NDArray[Any]], ...]:
+    """Return the pieces ascending; where chunks of one call overlap, the preferred one stays whole."""
+    kept: list[tuple[int, NDArray[Any]]] = []
+    for position, rows in list(pieces)[:: 1 if prefer == "first" else -1]:
+        holes = [(position, position + len(rows))]
+        for other, taken in kept:
+            holes = [
+                part
+                for low, high in holes
+                for part in ((low, min(high, other)), (max(low, other + len(taken)), high))
+                if part[0] < part[1]
+            ]
+        kept.extend((low, rows[low - position : high - position]) for low, high in holes)
+    return tuple(sorted(kept, key=lambda piece: piece[0]))
+
+
+def _user_field(spec: FieldSpec, value: Any, lengths: tuple[int, int, int], what: str, prefer: str) -> Source:
+    n_prompt, n_tokens, n_rows = lengths
+    if spec.align == "forward" and not spec.ragged:
+        return _forward(spec, value, n_rows, 0, what, prefer)
+    first, count = {
+        "token": (0, n_tokens),
+        "response": (n_prompt, n_tokens - n_prompt),
+        "forward": (0, max(n_rows - 1, 0)),
+        "step": (0, 1),
+    }[spec.align]
+    if spec.ragged:
+        return _ragged(spec, value, first, count, what)
+    rows = arrays.as_array(value, what=f"{spec.name} of {what}")
+    if spec.align == "step":
+        rows = rows[None]
+    if rows.ndim == 0 or len(rows) != count:
+        got = rows.shape[0] if rows.ndim else "a scalar"
+        raise PayloadError(
+            f"{spec.name} of {what} has {got} rows, expected {count} ({spec.align}-aligned)",
+            field=spec.name, expected=count, got=got, step=what,
+        )  # fmt: skip
+    values.check_values(rows, spec, what=what, position=first)
+    return Source(spec, ((first, rows),) if count else (), arrays.copy_rows)
+
+
+def _ragged(spec: FieldSpec, value: Any, first: int, count: int, what: str) -> Source:
+    if spec.align == "step":
+        value = [value]
+    joined, ends = arrays.ragged(value, spec, what=what, position=first)
+    if len(ends) != count:
+        raise PayloadError(
+            f"{spec.name} of {what} has {len(ends)} rows, expected {count} ({spec.align}-aligned)",
+            field=spec.name, expected=count, got=len(ends), step=what,
+        )  # fmt: skip
+    return Source(spec, ((first, joined),), arrays.copy_rows, ends)
+
+
+def _units(units: Sequence[Any], n_prompt: int, what: str) -> tuple[Unit, ...]:
+    placed = tuple(sorted((Unit(str(key), int(at), int(n)) for key, at, n in units), key=lambda unit: unit.position))
+    for unit in placed:
+        if not 0 <= unit.position < n_prompt or unit.n_rows < 1 or not unit.key:
+            raise InputError(
+                f"{unit} of {what} must lie in the prompt's {n_prompt} tokens and expand to at least one row"
+            )
+    if len({unit.position for unit in placed}) < len(placed):
+        raise InputError(f"two units of {what} share a token: {placed}")
+    return placed
+
+
+def _versions(given: Any, n_prompt: int, n_tokens: int, what: str) -> tuple[VersionSpan, ...]:
+    """Return the spans of ``given``: one version, or ``(version, start, stop)`` that tile the response."""
+    if given is None:
+        return ()
+    if isinstance(given, str | int):
+        return (VersionSpan(str(given), n_prompt, n_tokens),) if n_tokens > n_prompt else ()
+    spans = [(str(v), int(start), int(stop)) for v, start, stop in given]
+    at = 0
+    for _, start, stop in spans:
+        if start != at or stop < start:
+            break
+        at = stop
+    if at != n_tokens - n_prompt:
+        raise PayloadError(
+            f"weight_version spans of {what} cover {at} of {n_tokens - n_prompt} response tokens in order; "
+            "every generated token needs one version",
+            field="weight_version", expected=n_tokens - n_prompt, got=at, step=what,
+        )  # fmt: skip
+    return tuple(VersionSpan(v, n_prompt + start, n_prompt + stop) for v, start, stop in spans if stop > start)
+
+
+def _chunk_versions(payload: Any, n_prompt: int, n_tokens: int) -> tuple[VersionSpan, ...]:
+    """Return the versions that chunks imply: row p generated token p + 1, the earliest chunk first."""
+    if not _is_chunks(payload) or any(chunk.weight_version is None for chunk in payload):
+        return ()
+    spans, at = [], n_prompt
+    for i, chunk in enumerate(payload):
+        last = i == len(payload) - 1
+        stop = n_tokens if last else min(n_tokens, chunk.start + len(chunk.rows) + 1)
+        if stop > at:
+            spans.append(VersionSpan(str(chunk.weight_version), at, stop))
+            at = stop
+    return tuple(spans)
+
+
+def check_ragged(source: Source, sizes: Layout, what: str) -> None:
+    """Refuse a ragged field of one step that a shard cannot hold: its rows and values stay together.
+
+    Raises:
+        PayloadError: it cannot.
+    """
+    if source.ends is None:
+        return
+    name, n_rows, n_values = source.spec.name, len(source.ends), len(source.pieces[0][1])
+    max_rows, max_values = sizes.shard_rows[f"{name}.offsets"], sizes.shard_rows[f"{name}.values"]
+    if n_rows > max_rows or n_values > max_values:
+        raise PayloadError(
+            f"{name} of {what} has {n_rows} rows with {n_values} values; one step holds at most {max_rows} "
+            f"and {max_values}",
+            field=name, step=what, got=[n_rows, n_values], expected=[max_rows, max_values],
+        )  # fmt: skip
+
+
+def json_facts(facts: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
+    """Return a copy of JSON-able ``facts``.
+
+    Raises:
+        InputError: they are not JSON-able.
+    """
+    if not facts:
+        return {}
+    text = messages.encode_message(dict(facts), what=f"metadata of {what}")
+    copy: dict[str, Any] = messages.decode_messages(b"[" + text + b"]")[0]
+    return copy
+
+
+def content_key(data: bytes) -> str:
+    """Return the key under which content is stored once: 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)

@@ -1,0 +1,100 @@
+"""Places in the catalog -> whole events, from the commit log or the sealed records."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+from spool.catalog import Place
+from spool.errors import IntegrityError, NotFoundError
+from spool.formats import records
+from spool.formats.frames import decode_event, scan
+from spool.logs.streams import log_path, records_path
+from spool.model.events import Event, Single, Transaction
+from spool.stores.local import map_os_error
+
+_FIRST_BYTES = 64 << 10
+
+
+def map_file(path: str) -> mmap.mmap:
+    """Map a file to read; it is unmapped with the last view of it.
+
+    Raises:
+        IntegrityError: the file is empty.
+        OSError: it cannot be opened.
+    """
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise IntegrityError(f"{path} is empty; restore it from the cold tier", file=path)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def read_events(root: str, places: Sequence[Place]) -> list[Single]:
+    """Return the whole events at ``places``, in their order; each file is opened once.
+
+    Raises:
+        NotFoundError: a pack is gone.
+        IntegrityError: a record is damaged.
+        StorageError: one cannot be read.
+    """
+    packs: dict[tuple[str, int], list[int]] = {}
+    for number, place in enumerate(places):
+        packs.setdefault((place.stream, place.pack), []).append(number)
+    found: dict[int, Single] = {}
+    for (stream, pack), numbers in packs.items():
+        wanted = [places[number] for number in numbers]
+        whole = _from_log(log_path(root, stream, pack), wanted)
+        if whole is None:
+            whole = _from_records(records_path(root, stream, pack), wanted)
+        found.update(zip(numbers, map(_inner, whole, wanted), strict=True))
+    return [found[number] for number in range(len(places))]
+
+
+def _inner(event: Event, place: Place) -> Single:
+    return event.events[place.inner] if isinstance(event, Transaction) else event
+
+
+def _from_log(path: str, places: Sequence[Place]) -> list[Event] | None:
+    """Read from the log; None where it is sealed, or was when the catalog took its events in."""
+    if any(place.offset < 0 for place in places):
+        return None
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return [decode_event(_payload_at(file.fileno(), path, place.offset)) for place in places]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise map_os_error(error, what="read", path=path) from error
+
+
+def _payload_at(fd: int, path: str, offset: int) -> bytes:
+    n_bytes = _FIRST_BYTES
+    while True:
+        data = os.pread(fd, n_bytes, offset)
+        for frame in scan(data, 0):
+            return frame.payload
+        if len(data) < n_bytes:
+            raise IntegrityError(
+                f"{path} has no whole event at byte {offset}: it was altered; rebuild the catalog",
+                file=path,
+                offset=offset,
+            )
+        n_bytes *= 4
+
+
+def _from_records(path: str, places: Sequence[Place]) -> list[Event]:
+    try:
+        buffer = map_file(path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} is gone: its pack was released or deleted", file=path) from error
+    except OSError as error:
+        raise map_os_error(error, what="read", path=path) from error
+    if len(places) == 1:
+        return [decode_event(records.one(buffer, places[0].seq))]
+    payloads = records.decode(buffer)
+    if max(place.seq for place in places) >= len(payloads):
+        raise IntegrityError(
+            f"{path} has {len(payloads)} events, the catalog knows more; rebuild the catalog", file=path
+        )
+    return [decode_event(payloads[place.seq]) for place in places]

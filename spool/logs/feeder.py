@@ -1,0 +1,345 @@
+"""Commit logs -> catalog: what is new in the streams of a hot root is decoded and taken in."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from spool.catalog import Catalog, DamagedError, LogItem, LogState, Place
+from spool.errors import IntegrityError
+from spool.formats import records
+from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
+from spool.logs import events
+from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
+from spool.model.events import Single
+from spool.stores.local import map_os_error
+
+log = logging.getLogger("spool.logs")
+
+WINDOW_BYTES = 4 << 20
+"""How much of a log is read at once; a larger frame is read whole."""
+
+BATCH_EVENTS = 2000
+"""Frames of sealed records taken in by one transaction."""
+
+RACY_NS = 50_000_000
+"""A folder changed less than this ago may change again without its time showing it."""
+
+_LISTINGS = 3
+
+Pack = tuple[str, int]
+
+
+class Problem(Struct, frozen=True):
+    """A log, or the records of a sealed pack, that the catalog could not take in whole.
+
+    Attributes:
+        stream: the stream's name.
+        pack: number of the pack.
+        kind: ``torn``: an unfinished frame of a killed writer, never acknowledged; ``damaged``: bytes that are no
+            event, before others or in a sealed pack; ``short``: fewer events than were there before.
+        message: what is wrong and what to do.
+    """
+
+    stream: str
+    pack: int
+    kind: Literal["torn", "damaged", "short"]
+    message: str
+
+
+class _Known:
+    """What this process remembers of a stream between two looks."""
+
+    def __init__(self) -> None:
+        self.changed_ns: int | None = None
+        self.logs: list[int] = []
+        self.states: dict[int, LogState] = {}
+        self.stuck: dict[int, tuple[int, int]] = {}
+
+
+class LogFeeder:
+    """Feeds the catalog of a hot root from its streams; safe from many threads, processes, and after a fork.
+
+    Args:
+        root: the hot root.
+        catalog: what is fed.
+    """
+
+    def __init__(self, root: str, catalog: Catalog) -> None:
+        self._root = root
+        self._catalog = catalog
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._epoch: tuple[int, ...] | None = None
+        self._known: dict[str, _Known] = {}
+        self._problems: dict[Pack, Problem] = {}
+
+    def _own(self) -> threading.RLock:
+        if self._pid != os.getpid():
+            self._reset()
+        return self._lock
+
+    # -- feeding -----------------------------------------------------------------------------------------------------
+
+    def catch_up(self, streams: Sequence[str] | None = None) -> list[Problem]:
+        """Take in every event that is in the logs by now; two `stat` a stream where nothing is new.
+
+        A frame that is not whole yet is left for the next time. A catalog found damaged is moved aside and fed anew.
+
+        Args:
+            streams: look only at these; at all where None.
+
+        Returns:
+            What cannot be taken in, as far as it was seen by this object.
+
+        Raises:
+            StorageError: a log cannot be read, or another process's transaction lasts too long.
+            CapacityError: the disk of the catalog is full.
+        """
+        with self._own():
+            try:
+                self._look(streams)
+            except DamagedError as error:
+                self._start_anew(error)
+            return list(self._problems.values())
+
+    def rebuild(self) -> list[Problem]:
+        """Empty the catalog and feed it from the first event on; return what cannot be taken in.
+
+        It is done in place, in one transaction: other processes see the old index until it ends, and a failure leaves
+        it. A new file renamed in would leave the open connections of other processes with the old one.
+
+        Raises:
+            StorageError, CapacityError: as `catch_up`; the old index is still there.
+        """
+        with self._own():
+            try:
+                self._forget()
+                with self._catalog.rebuilding():
+                    self._look(None)
+            except DamagedError as error:
+                self._start_anew(error)
+            except BaseException:
+                self._forget()
+                raise
+            return list(self._problems.values())
+
+    def _start_anew(self, damage: DamagedError) -> None:
+        self._catalog.reset(damage)
+        log.warning("the catalog was damaged and is fed anew; the old file is %s", self._catalog.moved_aside)
+        self._forget()
+        self._look(None)
+
+    def _look(self, streams: Sequence[str] | None) -> None:
+        epoch = self._catalog.epoch
+        if epoch != self._epoch:
+            self._forget()
+            self._epoch = epoch
+        for name in stream_names(self._root) if streams is None else streams:
+            known = self._known.setdefault(name, _Known())
+            for _ in range(_LISTINGS):
+                if self._look_at(name, known):
+                    break
+                # a log was sealed between listing and reading: list again
+                known.changed_ns = None
+
+    def _look_at(self, name: str, known: _Known) -> bool:
+        folder = f"{self._root}/streams/{name}/records"
+        try:
+            changed_ns = os.stat(folder).st_mtime_ns
+            if changed_ns != known.changed_ns:
+                self._list(name, folder, known)
+                known.changed_ns = changed_ns if time.time_ns() - changed_ns > RACY_NS else None
+        except FileNotFoundError:
+            self._known.pop(name, None)
+            return True
+        there = [self._feed_log(name, pack, known) for pack in known.logs]
+        return all(there)
+
+    def _list(self, name: str, folder: str, known: _Known) -> None:
+        packs: dict[str, set[int]] = {".log": set(), ".arrow": set()}
+        for file in os.listdir(folder):
+            number, ending = os.path.splitext(file)
+            if ending in packs and number.isdecimal():
+                packs[ending].add(int(number))
+        self._refresh(name, known)
+        known.logs = sorted(pack for pack in packs[".log"] if not known.states.get(pack, LogState()).sealed)
+        for pack in sorted(packs[".arrow"] - packs[".log"]):
+            if not known.states.get(pack, LogState()).sealed:
+                self._feed_sealed(name, pack, known)
+
+    def _refresh(self, name: str, known: _Known) -> None:
+        known.states = {pack: state for (_, pack), state in self._catalog.offsets([name]).items()}
+
+    # -- open packs --------------------------------------------------------------------------------------------------
+
+    def _feed_log(self, name: str, pack: int, known: _Known) -> bool:
+        """Take in what is new in a log; return False where it is no longer there."""
+        path = log_path(self._root, name, pack)
+        try:
+            found = os.stat(path)
+            mark = found.st_size, found.st_mtime_ns
+            if found.st_size == known.states.get(pack, LogState()).offset or known.stuck.get(pack) == mark:
+                return True
+            # another process may have taken it in
+            self._refresh(name, known)
+            with open(path, "rb", buffering=0) as file:
+                while not self._read_log(file.fileno(), name, pack, known):
+                    self._refresh(name, known)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise map_os_error(error, what="read", path=path) from error
+        if found.st_size != known.states.get(pack, LogState()).offset:
+            known.stuck[pack] = mark
+        return True
+
+    def _read_log(self, fd: int, name: str, pack: int, known: _Known) -> bool:
+        """Take in frames up to the end; return False where another process did first."""
+        state = known.states.get(pack, LogState())
+        if state.sealed or state.offset < 0:
+            return True
+        window, offset = WINDOW_BYTES, state.offset or len(LOG_HEADER)
+        if state.offset == 0:
+            header = os.pread(fd, len(LOG_HEADER), 0)
+            if len(header) < len(LOG_HEADER):
+                return True
+            try:
+                check_header(header)
+            except IntegrityError as error:
+                self._report(name, pack, "damaged", str(error))
+                return True
+        while True:
+            data = os.pread(fd, window, offset)
+            frames = scan(data, 0)
+            items = list(self._items(name, pack, frames, offset, state.n_events))
+            if not items:
+                if len(data) < window:
+                    self._report_rest(fd, name, pack, offset, len(data))
+                    return True
+                window *= 2
+                continue
+            end = offset + frames.end
+            if not self._catalog.ingest(name, pack, start=state.offset, end=end, items=items):
+                return False
+            state = known.states[pack] = LogState(end, state.n_events + len(items))
+            window, offset = WINDOW_BYTES, end
+
+    def _items(self, name: str, pack: int, frames: Scan, base: int, seq: int) -> Iterator[LogItem]:
+        for frame in frames:
+            try:
+                event = decode_event(frame.payload)
+            except IntegrityError as error:
+                frames.end = frame.offset
+                self._report(name, pack, "damaged", f"at byte {base + frame.offset}: {error}")
+                return
+            yield LogItem(seq, base + frame.offset, event)
+            seq += 1
+
+    def _report_rest(self, fd: int, name: str, pack: int, offset: int, n_left: int) -> None:
+        size = os.fstat(fd).st_size
+        if size < offset:
+            text = f"it ends at byte {size}, events were read up to {offset}: some are lost; rebuild the catalog"
+            self._report(name, pack, "short", text)
+        elif n_left == 0:
+            self._problems.pop((name, pack), None)
+        elif (name, pack) not in self._problems and not is_live(self._root, name):
+            behind = find_frame(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), offset)
+            if behind is None:
+                text = f"{n_left} bytes at {offset} are an unfinished event of a killed writer; run recovery to seal it"
+                self._report(name, pack, "torn", text)
+            else:
+                text = f"bytes {offset} to {behind} are damaged, events follow; run recovery to save those"
+                self._report(name, pack, "damaged", text)
+
+    def _report(self, name: str, pack: int, kind: Literal["torn", "damaged", "short"], text: str) -> None:
+        problem = Problem(name, pack, kind, f"stream {name}, records of pack {pack}: {text}")
+        if self._problems.get((name, pack)) != problem:
+            log.warning("%s", problem.message)
+        self._problems[name, pack] = problem
+
+    # -- sealed packs ------------------------------------------------------------------------------------------------
+
+    def _feed_sealed(self, name: str, pack: int, known: _Known) -> None:
+        path = records_path(self._root, name, pack)
+        self._problems.pop((name, pack), None)
+        try:
+            payloads = records.decode(events.map_file(path))
+        except FileNotFoundError:
+            return
+        except IntegrityError as error:
+            self._report(name, pack, "damaged", str(error))
+            return
+        except OSError as error:
+            raise map_os_error(error, what="read", path=path) from error
+        while not self._ingest_rows(name, pack, known, payloads):
+            self._refresh(name, known)
+
+    def _ingest_rows(self, name: str, pack: int, known: _Known, payloads: Sequence[bytes]) -> bool:
+        state = known.states.get(pack, LogState())
+        if state.sealed:
+            return True
+        if len(payloads) < state.n_events:
+            text = f"sealed with {len(payloads)} events, {state.n_events} were read before; rebuild the catalog"
+            self._report(name, pack, "short", text)
+        first = state.n_events
+        while True:
+            chosen = payloads[first : first + BATCH_EVENTS]
+            try:
+                items = [LogItem(seq, -1, decode_event(payload)) for seq, payload in enumerate(chosen, first)]
+            except IntegrityError as error:
+                self._report(name, pack, "damaged", str(error))
+                return True
+            first += len(items)
+            last = first >= len(payloads)
+            if not self._catalog.ingest(name, pack, start=state.offset, end=-1, items=items, sealed=last):
+                return False
+            state = known.states[pack] = LogState(-1, first, last)
+            if last:
+                return True
+
+    # -- reading back and measuring ------------------------------------------------------------------------------------
+
+    def read_event(self, place: Place) -> Single:
+        """Return the whole event at ``place``, with its messages.
+
+        Raises:
+            NotFoundError: the pack is gone.
+            IntegrityError: the record is damaged.
+            StorageError: it cannot be read.
+        """
+        return self.read_events([place])[0]
+
+    def read_events(self, places: Sequence[Place]) -> list[Single]:
+        """Return the whole events at ``places``, in their order; each file is opened once.
+
+        Raises:
+            NotFoundError, IntegrityError, StorageError: as `read_event`.
+        """
+        return events.read_events(self._root, places)
+
+    def account(self) -> None:
+        """Correct the catalog's account of room by the files' sizes: grants of killed writers end, lost ones return.
+
+        Raises:
+            StorageError: the catalog cannot be written.
+        """
+        before = self._catalog.usage()
+        names = stream_names(self._root)
+        live = {name for name in names if is_live(self._root, name)}
+        exact = {name: measure(self._root, name) for name in names if name not in live}
+        gone = dict.fromkeys(before.keys() - set(names), 0)
+        self._catalog.account({**exact, **gone}, {name: measure(self._root, name) for name in live})

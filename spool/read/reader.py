@@ -1,0 +1,255 @@
+"""Reading by reference: any fields, tokens and layers of one or many references, in one plan and one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from spool.errors import InputError
+from spool.read import inline
+from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
+from spool.read.columns import Column, MaskColumn, RaggedColumn, asks
+from spool.read.fetch import Ask, Batch, Tier, Verify, Workers, execute
+from spool.read.locate import byte_ranges
+from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
+from spool.read.sample import ByteRange, Sample
+from spool.read.select import Range, Tokens, cover, plain_range, token_ranges
+from spool.read.streams import Dtype, FieldView, Streams
+
+if TYPE_CHECKING:
+    from spool.model.refs import Ref
+
+__all__ = ["ByteRange", "DtypeChoice", "Reader"]
+
+DtypeChoice = Literal["train", "stored"]
+Out = Mapping[str, Array]
+
+_DTYPES, _VERIFY = get_args(DtypeChoice), get_args(Verify)
+
+
+class Reader:
+    """Reads references from a tier. Thread-safe, and usable after a fork.
+
+    Args:
+        store: the tier; closed with the reader.
+        threads: threads that share a large read; twice the CPUs, at most 8, where None.
+    """
+
+    def __init__(self, store: Tier, *, threads: int | None = None) -> None:
+        self._store = store
+        self._streams = Streams(store.read)
+        self._workers = Workers(threads)
+
+    def close(self) -> None:
+        """Let go of threads and files."""
+        self._workers.close()
+        self._store.close()
+
+    def read(
+        self,
+        refs: Sequence[Ref],
+        *,
+        fields: Sequence[str] | None = None,
+        tokens: Sequence[Tokens] | None = None,
+        layers: slice | None = None,
+        dtype: DtypeChoice = "train",
+        out: Sequence[Out | None] | None = None,
+        missing: Missing = "error",
+        verify: Verify = "whole",
+    ) -> list[Sample]:
+        """Read exactly the rows asked for, each byte once, however many references share it.
+
+        Args:
+            refs: references into this tier's spool.
+            fields: names; where None, all that a reference has, and ``loss_mask``, which every reference has.
+            tokens: for each reference None, a slice, or slices to be concatenated in their order. ``response`` fields
+                have the tokens of theirs that lie in the response region, ``forward`` fields the rows that theirs
+                expand to but for the reference's last, ``step`` fields all their rows.
+            layers: absolute layers, for fields that have layers.
+            dtype: ``train``, or ``stored``; layers are absolute in both.
+            out: for each reference arrays to fill by field, of the shape that would be returned and a dtype that
+                holds the stored one; not for ragged fields.
+            missing: ``error``, or the integer that stands for rows that were never sent (ragged: empty rows).
+            verify: ``whole``: extents that are read whole are checked; ``always``: partial reads are widened to the
+                extent and checked too; ``never``.
+
+        Returns:
+            A sample for each reference: fresh, writable, C-contiguous arrays that share no memory.
+
+        Raises:
+            InputError: an argument is wrong; nothing was read.
+            GapError: rows were never sent.
+            NotFoundError: a field was never sent.
+            IntegrityError: bytes are missing, short or altered.
+            StorageError: the tier failed.
+        """
+        _one_of("dtype", dtype, _DTYPES)
+        _one_of("verify", verify, _VERIFY)
+        if layers is not None:
+            plain_range(layers, 0, what="layers")
+        if missing != "error":
+            check_missing(missing, np.dtype(np.float64), field="any field")
+        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing)
+        samples = [
+            call.columns(ref, fields, slices, arrays or {})
+            for ref, slices, arrays in zip(
+                refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True
+            )
+        ]
+        execute(call.batch, self._store, self._workers)
+        self._read_values(call, samples, verify)
+        return [Sample(ref, _finish(columns)) for ref, columns in zip(refs, samples, strict=True)]
+
+    def _read_values(self, call: _Call, samples: Iterable[dict[str, Column]], verify: Verify) -> None:
+        ragged = [column for columns in samples for column in columns.values() if isinstance(column, RaggedColumn)]
+        if ragged:
+            batch = Batch(verify)
+            for column in ragged:
+                column.want_values(batch, call.target)
+            execute(batch, self._store, self._workers)
+
+    def locate(
+        self,
+        ref: Ref,
+        *,
+        fields: Sequence[str] | None = None,
+        tokens: Tokens = None,
+        layers: slice | None = None,
+    ) -> list[ByteRange]:
+        """Return where the asked rows lie at this moment, field by field, in the order of their positions.
+
+        Rows that were never sent are left out, and so is what a reference carries inline. A row holds all stored
+        layers, so ``layers`` makes no range smaller here. For a ragged field the end offsets come first, then
+        the values; finding these reads the offsets.
+
+        Raises:
+            InputError: an argument is wrong.
+            NotFoundError: a field was never sent.
+            IntegrityError: bytes are missing.
+        """
+        lookup, found = Lookup(self._streams, [ref]), []
+        ranges = token_ranges(tokens, ref.n_tokens)
+        if layers is not None:
+            plain_range(layers, 0, what="layers")
+        for name in names_of(ref, fields):
+            if not extents_of(ref, name) and (name == MASK or name in ref.inline):
+                continue
+            selection = lookup.select(ref, name, ranges, sparse=bool(extents_of(ref, name)))
+            if selection is not None:
+                found += self._asks(ref, name, selection)
+        return [part for ask in found for part in byte_ranges(ask, self._store)]
+
+    def _asks(self, ref: Ref, name: str, selection: Selection) -> list[Ask]:
+        if not selection.view.spec.ragged:
+            return asks(selection.view, selection.runs)
+        batch = Batch("never")
+        column = _ragged(ref, name, selection, batch)
+        execute(batch, self._store, self._workers)
+        values = column.value_asks()
+        return [*column.end_asks(), *values]
+
+
+class _Call(NamedTuple):
+    """One read: how its columns come to be."""
+
+    lookup: Lookup
+    batch: Batch
+    layers: slice | None
+    dtype: DtypeChoice
+    missing: Missing
+
+    def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out) -> dict[str, Column]:
+        """Return the columns of a reference; what they need is in the batch."""
+        ranges = token_ranges(tokens, ref.n_tokens)
+        names = names_of(ref, fields)
+        unknown = out.keys() - names
+        if unknown:
+            raise InputError(f"out= has {sorted(unknown)}, but the fields read are {names}", fields=sorted(unknown))
+        columns = {}
+        for name in names:
+            column = self._column(ref, name, ranges, out.get(name))
+            if column is not None:
+                columns[name] = column
+        return columns
+
+    def _column(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Column | None:
+        if name in ref.inline:
+            return self._inline(ref, name, ranges, out)
+        if name == MASK:
+            return self._mask(ref, ranges, out)
+        selection = self.lookup.select(ref, name, ranges, sparse=self.missing != "error")
+        if selection is None:
+            return None
+        if selection.view.spec.ragged:
+            if out is not None:
+                raise InputError(
+                    f"out= cannot take {name}: it is ragged, its size is known only when it is read", field=name
+                )
+            return _ragged(ref, name, selection, self.batch)
+        target = self.target(selection.view, selection.n, out)
+        fill(target.array, selection.blanks, 0)
+        if selection.gaps:
+            fill(target.array, selection.gaps, check_missing(self.missing, target.array.dtype, field=name))
+        self.batch.want(asks(selection.view, selection.runs), target)
+        return target.array
+
+    def target(self, view: FieldView, n: int, out: Array | None = None) -> Target:
+        """Return what takes ``n`` rows of a field: ``out``, if it is fit for them, or a new array."""
+        shape, layers = (n, *view.spec.row_shape), None
+        if self.layers is not None and view.spec.num_layers is not None:
+            start, stop = plain_range(self.layers, view.spec.num_layers, what="layers")
+            shape = (n, stop - start, *shape[2:])
+            layers = None if stop - start == view.spec.num_layers else slice(start, stop)
+        if out is None:
+            return Target(np.empty(shape, self._dtype(view)), layers)
+        check_out(out, shape, view.stored, field=view.spec.name)
+        return Target(out, layers)
+
+    def _dtype(self, view: FieldView) -> Dtype:
+        return view.train if self.dtype == "train" else view.stored
+
+    def _mask(self, ref: Ref, ranges: list[Range], out: Array | None) -> MaskColumn:
+        extents = extents_of(ref, MASK)
+        runs, _, n = cover(extents, ranges)
+        if out is not None:
+            check_out(out, (n,), np.dtype(np.uint8), field=MASK)
+        view = self.lookup.view(ref, MASK) if runs else None
+        return MaskColumn(span_mask(ref.spans, ranges, n), view, runs, self.batch, out)
+
+    def _inline(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Array:
+        plain = name in inline.ALIGN and self.dtype == "train" and out is None
+        view = None if plain and self.layers is None else self.lookup.view(ref, name)
+        rows = inline.rows(ref, name, view.spec.align if view else None, ranges)
+        if view is None:
+            return rows
+        if self.layers is not None and view.spec.num_layers is not None:
+            start, stop = plain_range(self.layers, view.spec.num_layers, what="layers")
+            rows = rows[:, start:stop]
+        if out is None:
+            return np.array(rows, self._dtype(view), order="C")
+        check_out(out, rows.shape, view.stored, field=name)
+        np.copyto(out, rows, casting="unsafe")
+        return out
+
+
+def _ragged(ref: Ref, name: str, selection: Selection, batch: Batch) -> RaggedColumn:
+    return RaggedColumn(selection.view, selection.runs, selection.n, ref.extents.get(f"{name}.values", ()), batch)
+
+
+def _finish(columns: dict[str, Column]) -> dict[str, Any]:
+    return {name: c.finish() if isinstance(c, MaskColumn | RaggedColumn) else c for name, c in columns.items()}
+
+
+def _one_each(what: str, given: Sequence[Any] | None, refs: Sequence[Ref]) -> Sequence[Any]:
+    if given is None:
+        return [None] * len(refs)
+    if isinstance(given, slice | Mapping) or len(given) != len(refs):
+        raise InputError(f"{what}= must be a list with one entry for each of the {len(refs)} references")
+    return given
+
+
+def _one_of(what: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise InputError(f"{what}={value!r} is not one of {', '.join(choices)}", got=repr(value))

@@ -1,0 +1,232 @@
+"""What one process records: its streams, its live sessions, its threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from spool.catalog import Catalog, Located, Space
+from spool.config import Config
+from spool.errors import LockedError, NotFoundError, SessionStateError
+from spool.formats import messages as message_format
+from spool.formats.frames import encode_event
+from spool.logs import FeedTimer, LogFeeder
+from spool.logs.streams import is_live
+from spool.model.events import Event, SessionOpened, StepCommitted
+from spool.model.fields import Schema
+from spool.model.refs import SegmentRef
+from spool.rollout.messages import MessageTail, resume
+from spool.rollout.state import SessionState
+from spool.session import Session, SuspendToken
+from spool.write.stream import StreamWriter, create_stream
+
+
+class Recorder:
+    """The writing side of a handle. A forked child starts with an empty one of its own.
+
+    Attributes:
+        spool_id: identity of the spool.
+        roots: where the spool is; hints in references.
+        append_timeout_s: how long an append waits for room.
+        known_tools: (stream, key) of the tool schemas that this process stored.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spool_id: str,
+        catalog: Catalog,
+        feeder: LogFeeder,
+        inline: Callable[[list[SegmentRef], Sequence[str]], list[SegmentRef]],
+    ) -> None:
+        self.spool_id = spool_id
+        self.append_timeout_s = config.append_timeout_s
+        self.roots: tuple[str, ...] = (config.url,)
+        self.inline = inline
+        self._config = config
+        self._catalog = catalog
+        self._feeder = feeder
+        self._space = Space(catalog, config.hot_bytes)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._sessions: dict[str, Session] = {}
+        self._writers: dict[str, StreamWriter] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._timer: FeedTimer | None = None
+        self._closed = False
+        self.known_tools: set[tuple[str, str]] = set()
+
+    def _own(self) -> threading.RLock:
+        """Return the lock, of this process."""
+        if self._pid != os.getpid():
+            self._reset()
+        if self._closed:
+            raise SessionStateError(f"the spool at {self._config.root} was closed; open it again")
+        return self._lock
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def start(self, opened: SessionOpened) -> Session:
+        """Return the live session of that id, or make it."""
+        with self._own():
+            live = self._sessions.get(opened.session_id)
+            if live is None:
+                live = self._sessions[opened.session_id] = Session(self, opened)
+            return live
+
+    def go_on(self, opened: SessionOpened, token: SuspendToken) -> Session:
+        """Make the live session of a suspended one.
+
+        Raises:
+            SessionStateError: it is live here.
+        """
+        with self._own():
+            if opened.session_id in self._sessions:
+                raise SessionStateError(f"session {opened.session_id!r} is live in this process already")
+            live = self._sessions[opened.session_id] = Session(self, opened, token)
+        return live
+
+    def live(self, session_id: str) -> Session | None:
+        """Return the live session of that id, or None."""
+        with self._own():
+            return self._sessions.get(session_id)
+
+    def sessions(self) -> list[Session]:
+        """Return the live sessions."""
+        with self._own():
+            return list(self._sessions.values())
+
+    def forget(self, session_id: str) -> None:
+        """Drop a session that has ended from the live ones."""
+        with self._own():
+            self._sessions.pop(session_id, None)
+
+    def expire(self, idle: Sequence[str]) -> list[str]:
+        """End the sessions of ``idle`` that this process may end, as ``timeout``; return their ids."""
+        ended = []
+        for session_id in idle:
+            live = self.live(session_id)
+            try:
+                (live or self.start(SessionOpened(session_id=session_id, at=time.time()))).finalize(outcome="timeout")
+            except LockedError:
+                self.forget(session_id)
+            else:
+                ended.append(session_id)
+        return ended
+
+    def load(self, session_id: str, token: SuspendToken | None) -> tuple[SessionState, dict[int, MessageTail]] | None:
+        """Return the recorded state of a session that may go on here, or None where nothing is recorded.
+
+        Raises:
+            NotFoundError: there is a token, but no such session.
+            SessionStateError: the record has gone on since the token was made.
+            LockedError: another live process records this session.
+        """
+        self._feeder.catch_up()
+        located = self._catalog.session_events(session_id)
+        if not located:
+            if token is not None:
+                raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
+            return None
+        state = SessionState.from_events(self.spool_id, [item.event for item in located], self.roots)
+        n_steps = len(state.visible())
+        if token is not None and token.n_steps != n_steps:
+            raise SessionStateError(
+                f"session {session_id!r} has {n_steps} steps, its token was made at {token.n_steps}: "
+                "another process went on with it",
+                session_id=session_id,
+            )
+        if token is None and not state.ended:
+            self._check_unowned(session_id, {item.stream for item in located})
+        return state, self._message_tails(located)
+
+    def _check_unowned(self, session_id: str, streams: set[str]) -> None:
+        for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
+            if is_live(self._config.root, stream):
+                raise LockedError(
+                    f"session {session_id!r} is being recorded by another live process (stream {stream}); "
+                    "suspend it there and resume it here with the token",
+                    session_id=session_id, stream=stream,
+                )  # fmt: skip
+
+    def _message_tails(self, located: Sequence[Located]) -> dict[int, MessageTail]:
+        tails: dict[int, MessageTail] = {}
+        for item in located:
+            if isinstance(item.event, StepCommitted):
+                event = self._feeder.read_event(item)
+                assert isinstance(event, StepCommitted)
+                parent = tails.get(event.parent) if event.parent is not None else None
+                tails[event.index] = resume(
+                    parent, event.inherited_messages, message_format.split_messages(event.messages)
+                )
+        return tails
+
+    # -- streams and threads -----------------------------------------------------------------------------------------
+
+    def kept(self, opened: SessionOpened) -> Schema:
+        """Return the schema of what this spool stores of a session's fields."""
+        wanted = self._config.fields
+        return Schema.of(*(spec for spec in opened.fields if wanted is None or spec.name in wanted))
+
+    def writer(self, schema: Schema) -> StreamWriter:
+        """Return this process's stream of ``schema``, opened on first use."""
+        with self._own():
+            writer = self._writers.get(schema.key)
+            if writer is None:
+                if self._timer is None:
+                    self._timer = FeedTimer(self._feeder, self._stream_names)
+                writer = self._writers[schema.key] = create_stream(
+                    self._config.root,
+                    schema,
+                    space=self._space,
+                    durability=self._config.durability,
+                    pack_age_s=self._config.pack_age_s,
+                    direct=self._config.direct,
+                    on_commit=self._timer.notify,
+                )
+            return writer
+
+    def _stream_names(self) -> list[str]:
+        return [writer.name for writer in list(self._writers.values())]
+
+    def record(self, event: Event) -> None:
+        """Commit an event that brings no payload, in any stream of this process."""
+        with self._own():
+            writer = next(iter(self._writers.values()), None) or self.writer(Schema())
+        writer.commit(encode_event(event))
+
+    def executor(self) -> Executor:
+        """Return the threads of the async twins, made on first use."""
+        with self._own():
+            if self._threads is None:
+                count = self._config.threads or min(32, 2 * (os.cpu_count() or 1) + 2)
+                self._threads = ThreadPoolExecutor(count, thread_name_prefix="spool")
+            return self._threads
+
+    def flush(self) -> None:
+        """Roll every stream's pack and wait until it is sealed."""
+        with self._own():
+            writers = list(self._writers.values())
+        for writer in writers:
+            writer.flush()
+
+    def close(self) -> None:
+        """Wait for running appends, seal, unlock; open sessions may be resumed elsewhere."""
+        if self._pid != os.getpid() or self._closed:
+            return
+        with self._lock:
+            self._closed = True
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        if self._timer is not None:
+            self._timer.close()
+        for writer in self._writers.values():
+            writer.close()
+        self._sessions.clear()
+        self._writers.clear()

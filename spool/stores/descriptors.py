@@ -1,0 +1,148 @@
+"""Open files of a hot root: a bounded cache of descriptors, and what their buffered reads leave in the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+
+from spool.stores.local import BLOCK, notice_buffered, open_direct
+
+
+class OpenFile:
+    """A file opened for reading; its descriptors close with the last reference to it.
+
+    Attributes:
+        path: where it was found.
+        fd: the descriptor for buffered reads.
+    """
+
+    __slots__ = ("_direct", "_refused", "fd", "path")
+
+    def __init__(self, path: str) -> None:
+        self._direct = -1
+        self._refused = False
+        self.path = path
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # without read-ahead a read leaves no more in the page cache than it asked for
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def direct_fd(self, root: str) -> int | None:
+        """Return a descriptor of the same file for direct reads, or None where they are refused."""
+        if self._direct < 0 and not self._refused:
+            # through /proc it is this very file, even where another one has its name by now
+            self._direct, direct = open_direct(f"/proc/self/fd/{self.fd}", os.O_RDONLY, root=root)
+            self._refused = not direct
+        return None if self._refused else self._direct
+
+    def refuse_direct(self, root: str) -> None:
+        """Remember that direct reads fail here although opening the file for them did not."""
+        self._refused = True
+        notice_buffered(root)
+
+    def drop_pages(self, offset: int = 0, length: int = 0) -> None:
+        """Let the kernel forget the pages of a range; length 0 means to the end."""
+        first = offset - offset % BLOCK
+        n_bytes = -(-(offset + length - first) // BLOCK) * BLOCK if length else 0
+        os.posix_fadvise(self.fd, first, n_bytes, os.POSIX_FADV_DONTNEED)
+
+    def __del__(self) -> None:
+        for fd in (self.fd, self._direct):
+            if fd >= 0:
+                os.close(fd)
+
+
+class Descriptors:
+    """A bounded, thread-safe, least-recently-used cache of open files.
+
+    Args:
+        root: the hot root, for the notice where direct reads are refused.
+        max_open_files: descriptors kept; a file takes up to two. Files in use outlive their place here.
+        page_cache_bytes: what buffered reads may leave behind before the oldest is dropped.
+    """
+
+    def __init__(self, root: str, *, max_open_files: int, page_cache_bytes: int) -> None:
+        self._root = root
+        self._max_files = max(1, max_open_files // 2)
+        self._page_cache_bytes = page_cache_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, locks included: what a forked child does before it reads."""
+        self._lock = threading.Lock()
+        self._files: dict[str, OpenFile] = {}
+        self._read: deque[tuple[str, int, int]] = deque()
+        self._read_bytes = 0
+
+    def clear(self) -> None:
+        """Let go of all files and the pages that were read of them."""
+        with self._lock:
+            files, self._files = self._files, {}
+        for file in files.values():
+            file.drop_pages()
+
+    def open(self, path: str) -> OpenFile | None:
+        """Return the open file at ``path``, or None where there is none.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        with self._lock:
+            file = self._files.pop(path, None)
+            if file is not None:
+                self._files[path] = file
+                return file
+        try:
+            file = self._open(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with self._lock:
+            file = self._files.setdefault(path, file)
+            surplus = [self._files.pop(next(iter(self._files))) for _ in range(len(self._files) - self._max_files)]
+        for old in surplus:
+            old.drop_pages()
+        return file
+
+    def _open(self, path: str) -> OpenFile:
+        try:
+            return OpenFile(path)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        self.clear()
+        return OpenFile(path)
+
+    def forget(self, file: OpenFile) -> None:
+        """Let go of ``file`` if it is still what is kept for its path."""
+        with self._lock:
+            if self._files.get(file.path) is file:
+                del self._files[file.path]
+
+    def direct_fd(self, file: OpenFile) -> int | None:
+        """Return the descriptor of ``file`` for direct reads, or None where there is none to be had."""
+        with self._lock:
+            try:
+                return file.direct_fd(self._root)
+            except OSError:
+                # no more descriptors, or no /proc: a buffered read works all the same
+                return None
+
+    def was_read(self, file: OpenFile, offset: int, length: int) -> None:
+        """Note a buffered read; drop the pages of the oldest ones beyond the limit."""
+        surplus: list[tuple[OpenFile | None, int, int]] = []
+        with self._lock:
+            if self._files.get(file.path) is not file:
+                # its pages were dropped when it lost its place, so nothing would drop these
+                surplus.append((file, offset, length))
+            else:
+                self._read.append((file.path, offset, length))
+                self._read_bytes += length
+            while self._read_bytes > self._page_cache_bytes:
+                path, first, n_bytes = self._read.popleft()
+                self._read_bytes -= n_bytes
+                surplus.append((self._files.get(path), first, n_bytes))
+        for old, first, n_bytes in surplus:
+            if old is not None:
+                old.drop_pages(first, n_bytes)

@@ -1,0 +1,15 @@
+"""Writing: a stream's shards and tails, its commit log, sealing, and recovery of what a dead writer left.
+
+::
+
+    stream    one writer's stream: fills rows, commits events, rolls packs    (the API)
+      |-- group     who writes next, and for whom
+      |-- pack      the open shard of every array, and its commit log
+      |     |-- tape    one array in one pack: shard file + tail file
+      |     |     `-- ring    rows that are not in the shard file yet
+      |     `-- log     frames on disk
+      |-- space     bytes asked of the hot tier in grants
+      `-- seal      pads, indexes and describes a finished pack; works from disk alone
+    recover   the same seal for streams whose writer died
+    folder    names, lock and metadata of a stream's folder
+"""

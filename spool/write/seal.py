@@ -1,0 +1,293 @@
+"""Sealing a pack: pad and index its shards, describe them in ``zarr.json``, turn its log into Arrow.
+
+All of it works from what is on disk and from the number of rows that count, may break off anywhere and may be done
+again: the log goes last, and while it is there the pack is not sealed. Readers never notice: bytes of rows stay where
+they are, and a shard file grows the way it does when it is appended to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from spool.errors import IntegrityError, SpoolError
+from spool.formats import records
+from spool.formats.shard import padded_bytes, parse_rows, shard_index
+from spool.model.fields import ArraySpec
+from spool.stores.local import (
+    BLOCK,
+    aligned_buffer,
+    map_os_error,
+    parse_tail,
+    pwrite_all,
+    read_file,
+    set_direct,
+    sync_dir,
+    tail_name,
+    write_atomic,
+)
+from spool.write.folder import Folder, unlink_quietly
+from spool.write.log import LogContents, log_path, read_log
+from spool.write.tape import open_shard
+
+log = logging.getLogger("spool.write")
+
+
+class Shortfall(Struct, frozen=True):
+    """Rows that events refer to and that are not on disk.
+
+    Attributes:
+        array: the stored array.
+        pack: the pack.
+        expected_bytes: of the shard, up to the last row referred to.
+        got_bytes: what is there.
+    """
+
+    array: str
+    pack: int
+    expected_bytes: int
+    got_bytes: int
+
+
+class Finished(NamedTuple):
+    """A pack that takes no more rows.
+
+    Attributes:
+        number: of the pack.
+        rows: rows that count, by array.
+        log_end: bytes of its log.
+        taken_bytes: room that was taken for it.
+    """
+
+    number: int
+    rows: Mapping[str, int]
+    log_end: int
+    taken_bytes: int
+
+
+class Payload(NamedTuple):
+    """Where the bytes of a shard are before it is sealed.
+
+    Attributes:
+        size: bytes in the shard file.
+        tail_start: the tail's first byte, or ``size`` where there is none.
+        end: one past the last byte that is there.
+        tail_path: the tail file, or empty.
+    """
+
+    size: int
+    tail_start: int
+    end: int
+    tail_path: str
+
+
+def find_payload(folder: Folder, spec: ArraySpec, pack: int) -> Payload:
+    """Return where the rows of a shard are: of several tails the one that begins last, at the file's end or before."""
+    size = _size(folder.shard_path(spec, pack))
+    starts = [start for start, _ in _tails(folder, spec, pack) if start <= size]
+    if not starts:
+        return Payload(size, size, size, "")
+    path = f"{folder.path}/{spec.name}/{tail_name(pack, max(starts))}"
+    return Payload(size, max(starts), max(size, max(starts) + _size(path)), path)
+
+
+def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogContents, *, direct: bool) -> int:
+    """Seal a pack whose writer is done with it; return the bytes of its files.
+
+    An array with fewer bytes than ``rows`` says gets what is there and no index, so that neither a reference nor Zarr
+    reads zeros for what is missing.
+
+    Args:
+        folder: the stream.
+        pack: number of the pack.
+        rows: rows that count, by array; what lies behind them on disk is cut off.
+        contents: of its log.
+        direct: write past the page cache where the file system allows it.
+
+    Raises:
+        SpoolError: something failed; the pack is not sealed, and nothing is lost.
+    """
+    with _mapped(folder.path):
+        n_bytes = 0
+        for spec in folder.schema.arrays:
+            n = rows.get(spec.name, 0)
+            n_bytes += _seal_shard(folder, spec, pack, n, direct=direct) if n else 0
+            if n == 0:
+                _remove_shard(folder, spec, pack)
+        for spec in folder.schema.arrays:
+            _describe(folder, spec, pack, rows.get(spec.name, 0))
+        for spec in folder.schema.arrays:
+            for _, path in _tails(folder, spec, pack):
+                os.unlink(path)
+        if contents.payloads or any(rows.values()):
+            table = records.encode(contents.payloads)
+            write_atomic(f"{folder.path}/records/{pack}.arrow", table)
+            n_bytes += len(table)
+        os.unlink(log_path(folder.path, pack))
+        sync_dir(f"{folder.path}/records")
+        return n_bytes
+
+
+def _seal_shard(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> int:
+    """Complete a shard file: rows, padding, index. Returns its size."""
+    payload, rows_end = find_payload(folder, spec, pack), n_rows * spec.row_bytes
+    index, index_start = b"", payload.end
+    if payload.end >= rows_end:
+        chunk_rows = folder.layout.chunk_rows[spec.name]
+        chunk_bytes = chunk_rows * spec.row_bytes
+        n_chunks = folder.layout.shard_rows[spec.name] // chunk_rows
+        index = shard_index(rows_end, chunk_bytes=chunk_bytes, n_chunks=n_chunks)
+        index_start = padded_bytes(rows_end, chunk_bytes=chunk_bytes)
+    final = index_start + len(index)
+    base = min(payload.size, payload.tail_start, rows_end) // BLOCK * BLOCK
+    cut = final // BLOCK * BLOCK
+    buffer = aligned_buffer(-(-(final - base) // BLOCK) * BLOCK)
+    path = folder.shard_path(spec, pack)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd, direct = open_shard(path, folder.root, direct=direct)
+    try:
+        _load(fd, payload, base, min(rows_end, payload.end), buffer, direct=direct)
+        buffer[index_start - base : final - base] = index
+        if cut < rows_end:  # readers find the rest there until it is in the shard file
+            write_atomic(
+                f"{folder.path}/{spec.name}/{tail_name(pack, cut)}", buffer[cut - base : final - base], sync=False
+            )
+        pwrite_all(fd, buffer[: cut - base], base, direct=direct)
+        if direct:
+            set_direct(fd, on=False)
+        if payload.size > final:
+            os.ftruncate(fd, final)
+        pwrite_all(fd, buffer[cut - base : final - base], cut)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    sync_dir(os.path.dirname(path))
+    return final
+
+
+def _load(fd: int, payload: Payload, base: int, stop: int, buffer: memoryview, *, direct: bool) -> None:
+    """Read bytes ``[base, stop)`` of a shard into ``buffer``: from the tail what it holds, the rest from the file."""
+    below = min(payload.size, stop) - base
+    if below > 0:
+        length = -(-below // BLOCK) * BLOCK if direct else below
+        os.preadv(fd, [buffer[:length]], base)
+        buffer[below:length] = bytes(length - below)
+    if payload.tail_path and stop > payload.tail_start:
+        with open(payload.tail_path, "rb", buffering=0) as file:
+            file.readinto(buffer[payload.tail_start - base : stop - base])
+
+
+def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int) -> None:
+    """Say in an array's ``zarr.json`` which rows of a pack are valid."""
+    path, start = f"{folder.path}/{spec.name}/zarr.json", pack * folder.layout.shard_rows[spec.name]
+    complete = n_rows and find_payload(folder, spec, pack).size > n_rows * spec.row_bytes
+    before = parse_rows(read_file(path))[1]
+    valid = {first: count for first, count in before if first != start}
+    if complete:
+        valid[start] = n_rows
+    after = sorted(valid.items())
+    if after != before:
+        write_atomic(path, folder.metadata(spec, after))
+
+
+def _remove_shard(folder: Folder, spec: ArraySpec, pack: int) -> None:
+    """Remove the shard of an array that has no rows in a pack, and its folders."""
+    path = folder.shard_path(spec, pack)
+    unlink_quietly(path)
+    with contextlib.suppress(OSError):
+        while os.path.basename(path) != str(pack):
+            path = os.path.dirname(path)
+            os.rmdir(path)
+
+
+def _tails(folder: Folder, spec: ArraySpec, pack: int) -> list[tuple[int, str]]:
+    path = f"{folder.path}/{spec.name}"
+    found = ((parse_tail(name), name) for name in os.listdir(path))
+    return [(tail[1], f"{path}/{name}") for tail, name in found if tail and tail[0] == pack]
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+@contextlib.contextmanager
+def _mapped(path: str) -> Iterator[None]:
+    try:
+        yield
+    except SpoolError:
+        raise
+    except OSError as error:
+        raise map_os_error(error, what="seal a pack of", path=path) from error
+
+
+class Sealer:
+    """Seals the packs of one stream in their order, in a thread that lives while there are some.
+
+    The thread is not a daemon: the interpreter waits for it.
+
+    Args:
+        folder: the stream.
+        direct: write past the page cache where the file system allows it.
+        settle: told of each sealed pack the room that was taken for it, and the bytes of its files.
+    """
+
+    def __init__(self, folder: Folder, *, direct: bool, settle: Callable[[int, int], None]) -> None:
+        self._folder = folder
+        self._direct = direct
+        self._settle = settle
+        self._queue: deque[Finished] = deque()
+        self._working = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, pack: Finished, *, background: bool) -> None:
+        """Queue a pack; with ``background``, have it sealed soon."""
+        self._queue.append(pack)
+        alone = len(self._queue) == 1  # otherwise a thread that is sealing will see it, unless it has failed
+        if background and (alone or self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._run, name=f"spool-seal-{self._folder.name}")
+            with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter ends: `drain` will do it
+                self._thread.start()
+
+    def drain(self) -> None:
+        """Seal all that is queued, in this thread.
+
+        Raises:
+            SpoolError: a pack could not be sealed; it stays queued, and so do those behind it.
+        """
+        with self._working:
+            while self._queue:
+                self._seal(self._queue[0])
+                self._queue.popleft()
+
+    def _run(self) -> None:
+        try:
+            self.drain()
+        except SpoolError as error:
+            log.warning("stream %s: a pack waits to be sealed: %s", self._folder.name, error)
+
+    def _seal(self, pack: Finished) -> None:
+        path = log_path(self._folder.path, pack.number)
+        with _mapped(path):
+            contents = read_log(path)
+            damaged = contents.torn_bytes or contents.damaged_bytes or os.stat(path).st_size != pack.log_end
+        if damaged:
+            raise IntegrityError(
+                f"the commit log {path} is not as it was written: {contents.torn_bytes} bytes torn, "
+                f"{contents.damaged_bytes} damaged; check the disk, then run `spool recover`",
+                path=path,
+                torn_bytes=contents.torn_bytes,
+                damaged_bytes=contents.damaged_bytes,
+            )
+        n_bytes = seal_pack(self._folder, pack.number, pack.rows, contents, direct=self._direct)
+        self._settle(pack.taken_bytes, n_bytes)

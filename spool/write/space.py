@@ -1,0 +1,85 @@
+"""Room in the hot tier, asked for in grants so that an append rarely asks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+from spool.errors import CapacityError
+from spool.sizes import format_size
+
+GRANT_BYTES = 16 << 20
+
+
+class Space(Protocol):
+    """Who knows how much room the hot tier has left."""
+
+    def reserve(self, stream: str, n_bytes: int) -> bool:
+        """Set ``n_bytes`` aside for ``stream``; False where they are not to be had."""
+        ...
+
+    def settle(self, stream: str, n_bytes: int) -> None:
+        """Take back ``n_bytes`` that were reserved for ``stream`` and turned out not to be needed."""
+        ...
+
+
+class Grants:
+    """A stream's account: what was reserved, and what of it is used.
+
+    Args:
+        space: where room comes from.
+        stream: whose room it is.
+    """
+
+    def __init__(self, space: Space, stream: str) -> None:
+        self._space = space
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._reserved = 0
+        self._used = 0
+
+    def take(self, n_bytes: int) -> None:
+        """Use ``n_bytes``; ask for another grant where the last one does not hold them.
+
+        Raises:
+            CapacityError: there is no room; nothing was taken.
+        """
+        with self._lock:
+            short = self._used + n_bytes - self._reserved
+            if short > 0:
+                grant = -(-short // GRANT_BYTES) * GRANT_BYTES
+                if not self._space.reserve(self._stream, grant):
+                    raise CapacityError(
+                        f"the hot tier has no room for another {format_size(grant)}: this write needs "
+                        f"{format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; release "
+                        "segments, let the spiller catch up, or raise hot_bytes",
+                        stream=self._stream,
+                        need=n_bytes,
+                        grant=grant,
+                        reserved=self._reserved,
+                        used=self._used,
+                    )
+                self._reserved += grant
+            self._used += n_bytes
+
+    def put_back(self, n_bytes: int) -> None:
+        """Undo a `take`."""
+        with self._lock:
+            self._used -= n_bytes
+
+    def settle(self, taken: int, on_disk: int) -> None:
+        """Close the account of a sealed pack: it took ``taken`` bytes and its files now have ``on_disk``."""
+        with self._lock:
+            self._reserved -= taken
+            self._used -= taken
+        if taken > on_disk:
+            self._space.settle(self._stream, taken - on_disk)
+        elif on_disk > taken:
+            self._space.reserve(self._stream, on_disk - taken)  # it is on disk, granted or not
+
+    def close(self) -> None:
+        """Give back what was never used."""
+        with self._lock:
+            spare, self._reserved = self._reserved - self._used, self._used
+        if spare > 0:
+            self._space.settle(self._stream, spare)

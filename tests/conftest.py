@@ -1,0 +1,62 @@
+"""Fixtures of every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SOAK = int(os.environ.get("SPOOL_SOAK", "1"))
+"""How many times more the randomised tests try; 1 in CI."""
+
+settings.register_profile(
+    "spool",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("spool")
+
+
+@pytest.fixture
+def spool_uri(tmp_path):
+    """A URI of a spool that does not exist yet."""
+    return f"file://{tmp_path}/spool"
+
+
+@pytest.fixture
+def open_spool(spool_uri):
+    """Open a spool (by default `spool_uri`) that is closed after the test: ``open_spool(options="hot_bytes=1GiB")``."""
+    import spool
+
+    opened = []
+
+    def open_(uri=None, *, options="", fields=()):
+        uri = spool_uri if uri is None else uri
+        sp = spool.open(f"{uri}?{options}" if options else uri, fields=fields)
+        opened.append(sp)
+        return sp
+
+    yield open_
+    for sp in reversed(opened):
+        sp.close()
+
+
+@pytest.fixture
+def sp(open_spool):
+    """An open, empty spool."""
+    return open_spool()
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of real data; a run without it fails here and says so."""
+    path = Path(os.environ.get("SPOOL_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+    if not (path / "routing" / "README.md").is_file():
+        pytest.fail(
+            f"the real data that this test reads is not at {path}: put it there, or name its folder in SPOOL_TEST_DATA"
+        )
+    return path
