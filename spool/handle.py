@@ -16,7 +16,7 @@ from spool.audit import Audit, Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import Config, parse_uri, search_roots
 from spool.derived import derived_segments
-from spool.errors import ConfigError, InputError, NotFoundError
+from spool.errors import ConfigError, InputError, NotFoundError, ReleasedError
 from spool.facts import Facts, target_of
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
@@ -213,14 +213,19 @@ class Spool:
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def sessions(self, where: str | None = None) -> Iterator[SessionRow]:
+    def sessions(self, where: str | None = None, *, discarded: bool = False) -> Iterator[SessionRow]:
         """Iterate the recorded sessions, oldest first.
 
         Args:
             where: a filter such as ``reward > 0.5 and source = 'swe'``; names it does not know are late facts.
+            discarded: those that were withdrawn, too.
+
+        Raises:
+            InputError: the filter does not parse; raised by the call.
         """
         self._feeder.catch_up()
-        return self._catalog.sessions(where)
+        rows = self._catalog.sessions(where)
+        return rows if discarded else (row for row in rows if row.state != "discarded")
 
     def segments(self, where: str | None = None, view: View | None = None) -> Iterator[SegmentRef]:
         """Iterate the segments of finalised sessions, in the order they were finalised, late facts merged in.
@@ -303,7 +308,10 @@ class Spool:
         located = self._catalog.session_events(session_id)
         if not located:
             raise NotFoundError(f"no session {session_id!r} in {self.config.url}", session_id=session_id)
-        return SessionState.from_events(self.spool_id, [item.event for item in located], roots=(self.config.url,))
+        state = SessionState.from_events(self.spool_id, [item.event for item in located], roots=(self.config.url,))
+        if state.discarded is not None:
+            raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
+        return state
 
     def _require(self, session_id: str) -> None:
         if self._recorder.live(session_id) is None:

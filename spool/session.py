@@ -177,11 +177,12 @@ class Session:
         room = _Patience(self._host.append_timeout_s)
         while True:
             try:
-                return await self._on_thread(lambda: self._append(step))
+                return await self.on_thread(lambda: self._append(step))
             except CapacityError:
                 await asyncio.sleep(room.next_wait_s())
 
-    async def _on_thread(self, call: Callable[[], T]) -> T:
+    async def on_thread(self, call: Callable[[], T]) -> T:
+        """Run ``call`` on one of Spool's threads, in the context of the calling task."""
         context = contextvars.copy_context()
         return await asyncio.get_running_loop().run_in_executor(self._host.executor(), lambda: context.run(call))
 
@@ -320,7 +321,7 @@ class Session:
         self, view: View = "lineage", outcome: Outcome = "completed", inline: Sequence[str] = (), **options: Any
     ) -> list[SegmentRef]:
         """`finalize` on Spool's own threads."""
-        return await self._on_thread(lambda: self.finalize(view, outcome, inline, **options))
+        return await self.on_thread(lambda: self.finalize(view, outcome, inline, **options))
 
     def discard(self, step: str | int | StepRef) -> None:
         """Withdraw a leaf step.
@@ -342,7 +343,7 @@ class Session:
 
     async def discard_async(self, step: str | int | StepRef) -> None:
         """`discard` on Spool's own threads."""
-        await self._on_thread(lambda: self.discard(step))
+        await self.on_thread(lambda: self.discard(step))
 
     def abandon(self) -> None:
         """Withdraw the whole session; what `Spool.discard` does with a live one."""
@@ -383,7 +384,7 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._on_thread(lambda: self.__exit__(kind, error, trace))
+        await self.on_thread(lambda: self.__exit__(kind, error, trace))
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
@@ -409,7 +410,7 @@ class Session:
                 (state.settle if keep else state.rollback)(held)
 
     def _held(self) -> Held | None:
-        return held_by_task(self.session_id)
+        return held_by_task(self)
 
     def _check_no_transaction(self, verb: str) -> None:
         if self._held() is not None:

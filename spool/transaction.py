@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 from spool.errors import SessionStateError
 from spool.model.events import Single
 
-if TYPE_CHECKING:
-    from spool.session import Session
+T = TypeVar("T")
+
+
+class Owner(Protocol):
+    """The session that a transaction belongs to."""
+
+    session_id: str
+
+    async def on_thread(self, call: Callable[[], T]) -> T:
+        """Run ``call`` on one of Spool's threads, in the caller's context."""
+
+    def begin(self) -> Held:
+        """Open a transaction for the calling task."""
+
+    def end(self, held: Held, *, keep: bool) -> None:
+        """Commit or drop what it holds."""
 
 
 class Held:
@@ -26,46 +41,53 @@ class Held:
         self.open = True
 
 
-_current: contextvars.ContextVar[dict[str, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)
+_current: contextvars.ContextVar[dict[int, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)
 
 
-def held_by_task(session_id: str) -> Held | None:
-    """Return the transaction that the calling task has open on a session, or None.
+def held_by_task(session: Owner) -> Held | None:
+    """Return the transaction that the calling task has open on ``session``, or None.
 
     Raises:
         SessionStateError: it had one, which has ended; what this call wanted to append is not part of anything.
     """
-    held = (_current.get() or {}).get(session_id)
+    held = (_current.get() or {}).get(id(session))
     if held is not None and not held.open:
-        raise SessionStateError(f"the transaction of session {session_id!r} that this task began has ended")
+        raise SessionStateError(f"the transaction of session {session.session_id!r} that this task began has ended")
     return held
 
 
 class TransactionBlock:
     """``with session.transaction():`` or ``async with``; see `Session.transaction`."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Owner) -> None:
         self._session = session
         self._held: Held | None = None
-        self._reset: contextvars.Token[dict[str, Held] | None] | None = None
+        self._reset: contextvars.Token[dict[int, Held] | None] | None = None
 
-    def __enter__(self) -> Session:
-        self._held = self._session.begin()
-        self._reset = _current.set({**(_current.get() or {}), self._session.session_id: self._held})
-        return self._session
+    def __enter__(self) -> None:
+        self._enter(self._session.begin())
+
+    def _enter(self, held: Held) -> None:
+        self._held = held
+        self._reset = _current.set({**(_current.get() or {}), id(self._session): held})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._session.end(self._exit(), keep=kind is None)
+
+    def _exit(self) -> Held:
         if self._held is None or self._reset is None:
             raise SessionStateError("a transaction block ends once, after it was entered")
         _current.reset(self._reset)
-        self._session.end(self._held, keep=kind is None)
+        held, self._held, self._reset = self._held, None, None
+        return held
 
-    async def __aenter__(self) -> Session:
-        return self.__enter__()
+    async def __aenter__(self) -> None:
+        self._enter(await self._session.on_thread(self._session.begin))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.__exit__(kind, error, trace)
+        held = self._exit()
+        await self._session.on_thread(lambda: self._session.end(held, keep=kind is None))

@@ -51,6 +51,15 @@ def sp(open_spool):
     return open_spool()
 
 
+@pytest.fixture(scope="module")
+def shared_sp(tmp_path_factory):
+    """An open spool for all tests of a module that look at their own session only: name no session."""
+    import spool
+
+    with spool.open(str(tmp_path_factory.mktemp("shared") / "spool")) as sp:
+        yield sp
+
+
 @pytest.fixture(scope="session")
 def shared_data():
     """The folder of real data; a run without it fails here and says so."""

@@ -76,7 +76,9 @@ def segment(session_id, index=0, *, view="lineage", n_tokens=15, versions=("9",)
 
 
 def final(session_id, at=9.0, *, view="lineage", outcome="completed", segments=None):
-    return SessionFinalized(session_id, at, outcome, view, (segment(session_id, view=view),) if segments is None else segments)
+    return SessionFinalized(
+        session_id, at, outcome, view, (segment(session_id, view=view),) if segments is None else segments
+    )
 
 
 def attached(session_id, at=10.0, *, target="lineage/0", row=0):

@@ -187,8 +187,8 @@ class Session:
             if spec.align == "forward":
                 dropped[spec.name] = set(sent) - stored[spec.name]
         step = Step(
-            index, str(index) if step_id is None else step_id, above, base, tokens, n_prompt, finish, index % 3,
-            list(versions or []), rows, transaction,
+            index, str(index) if step_id is None else step_id, above, base, tokens, n_prompt, finish,
+            index % 3 if response else 0, list(versions or []), rows, transaction,
         )  # fmt: skip
         ends = {len(tokens) - cut for cut in range(min(self.trim, len(response)) + 1)}
         step.points = {*range(prefix.BLOCK, len(tokens) + 1, prefix.BLOCK), *ends, n_prompt} - {0}
@@ -396,7 +396,8 @@ class Pair:
             at += n
         return StepCommitted(
             "s", plan.index, plan.step_id, 2.0, plan.parent, plan.base, plan.n_prompt, plan.n_tokens, plan.n_rows, extents,
-            versions=tuple(spans), finish_reason=finish, units=plan.units, n_nonfinite=plan.index % 3,
+            versions=tuple(spans), finish_reason=finish, units=plan.units,
+            n_nonfinite=plan.index % 3 if plan.n_tokens > plan.n_prompt else 0,
             block_hashes=plan.block_hashes, prompt_hash=plan.prompt_hash, end_hashes=plan.end_hashes,
         )  # fmt: skip
 

@@ -289,7 +289,7 @@ def test_a_long_list_of_token_ids_is_fast_and_lets_other_threads_run():
 
     assert best(lambda: as_token_ids(values, what="x")) < 1.5 * best(lambda: np.asarray(values))
 
-    long, stop, ticks = values * 16, threading.Event(), []
+    long, stop, ticks, interval = values * 16, threading.Event(), [], sys.getswitchinterval()
 
     def tick():
         while not stop.is_set():
@@ -297,13 +297,17 @@ def test_a_long_list_of_token_ids_is_fast_and_lets_other_threads_run():
             time.sleep(0.0005)
 
     thread = threading.Thread(target=tick)
-    thread.start()
-    start = time.perf_counter()
-    assert len(as_token_ids(long, what="x")) == len(long)
-    end = time.perf_counter()
-    stop.set()
-    thread.join()
-    assert sum(start < at < end for at in ticks) >= 2
+    sys.setswitchinterval(0.0005)
+    try:
+        thread.start()
+        start = time.perf_counter()
+        assert len(as_token_ids(long, what="x")) == len(long)
+        end = time.perf_counter()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join()
+    assert sum(start < at < end for at in ticks) >= 8
 
 
 # --- floats -----------------------------------------------------------------------------------------------------------
@@ -383,6 +387,7 @@ EXACT = [
     ("float32", np.array([1.1], BF16)),
     ("int32", np.array([3.0], BF16)),
     ("float16", np.array([np.inf, -0.0, 0.5], np.float32)),
+    ("bfloat16", np.array([np.nan, -np.inf], np.float32)),
     ("float32", np.array([1.1], ">f4")),
 ]
 

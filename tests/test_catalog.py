@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import apsw
 import msgspec
@@ -38,7 +37,7 @@ from spool.errors import InputError, StorageError
 from spool.model.events import SessionOpened, StepCommitted
 from spool.model.refs import Extent
 
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -82,7 +81,17 @@ def test_a_session_from_opening_to_end(catalog):
     feed(
         catalog,
         [
-            opened("u", 1.0, group_id="g", sample_index=3, rollout_step=40, source="swe", split="train", idle_s=5.0, metadata=metadata),
+            opened(
+                "u",
+                1.0,
+                group_id="g",
+                sample_index=3,
+                rollout_step=40,
+                source="swe",
+                split="train",
+                idle_s=5.0,
+                metadata=metadata,
+            ),
             step("u", 0, 2.0, n_nonfinite=1),
             step("u", 1, 3.0, finish_reason="tool_calls"),
             step("u", 2, 4.0, finish_reason="length", n_nonfinite=2),
@@ -90,7 +99,14 @@ def test_a_session_from_opening_to_end(catalog):
         ],
     )
     row = catalog.session("u")
-    assert (row.group_id, row.sample_index, row.rollout_step, row.source, row.split, row.attempt) == ("g", 3, 40, "swe", "train", 0)
+    assert (row.group_id, row.sample_index, row.rollout_step, row.source, row.split, row.attempt) == (
+        "g",
+        3,
+        40,
+        "swe",
+        "train",
+        0,
+    )
     assert (row.state, row.outcome, row.view, row.finish_reason) == ("open", None, None, "tool_calls")
     assert (row.n_steps, row.n_tokens, row.n_generated, row.n_segments, row.n_nonfinite) == (2, 30, 10, 0, 1)
     assert (row.opened_at, row.last_at, row.finished_at, row.idle_s) == (1.0, 5.0, None, 5.0)
@@ -99,7 +115,13 @@ def test_a_session_from_opening_to_end(catalog):
     segments = (segment("u", 0, count=2), segment("u", 1, count=2, n_tokens=30))
     feed(catalog, [final("u", 9.0, segments=segments, outcome="truncated")], pack=1)
     row = catalog.session("u")
-    assert (row.state, row.outcome, row.view, row.n_segments, row.finished_at) == ("final", "truncated", "lineage", 2, 9.0)
+    assert (row.state, row.outcome, row.view, row.n_segments, row.finished_at) == (
+        "final",
+        "truncated",
+        "lineage",
+        2,
+        9.0,
+    )
     assert list(catalog.segments()) == list(segments)
     assert catalog.session("v") is None
 
@@ -170,13 +192,19 @@ def test_late_arrays_join_the_extents(catalog):
     first, second = catalog.segments()
     assert first.extents == {**segment("u").extents, "advantages": (Extent("late", 5, 5, 10, 3),)}
     assert second == segment("u", 1)
-    assert [(event.target, event.field) for event in catalog.attachments("u")] == [(":0", ADVANTAGES), ("lineage/0", ADVANTAGES)]
+    assert [(event.target, event.field) for event in catalog.attachments("u")] == [
+        (":0", ADVANTAGES),
+        ("lineage/0", ADVANTAGES),
+    ]
     assert catalog.attachments("v") == ()
 
 
 def test_releases_fall_due_with_their_checkpoint(catalog):
     feed(catalog, [opened("u"), final("u", segments=(segment("u", 0), segment("u", 1), segment("u", 2)))])
-    released = [Released("u", 12.0, ("lineage/0", "lineage/1"), "ckpt-40"), Released("u", 11.0, ("lineage/0",), "ckpt-40")]
+    released = [
+        Released("u", 12.0, ("lineage/0", "lineage/1"), "ckpt-40"),
+        Released("u", 11.0, ("lineage/0",), "ckpt-40"),
+    ]
     feed(catalog, [*released, Released("u", 13.0, ("lineage/1",))], stream="t")
     assert catalog.released("u") == (
         Release("lineage/0", "ckpt-40", 11.0, due=False),
@@ -226,7 +254,19 @@ def test_idle_sessions(catalog):
 
 
 def test_totals(catalog):
-    feed(catalog, [opened("a"), step("a", 0), final("a"), opened("b"), step("b", 0), step("b", 1), opened("c"), SessionDiscarded("c", 3.0)])
+    feed(
+        catalog,
+        [
+            opened("a"),
+            step("a", 0),
+            final("a"),
+            opened("b"),
+            step("b", 0),
+            step("b", 1),
+            opened("c"),
+            SessionDiscarded("c", 3.0),
+        ],
+    )
     assert catalog.ingest("t", 4, start=0, end=-1, items=[], sealed=True)
     totals = catalog.totals()
     assert (totals.n_streams, totals.n_packs, totals.n_sealed) == (2, 2, 1)
@@ -240,7 +280,9 @@ def test_sessions_are_filtered_ordered_and_limited(catalog):
     assert ids(catalog.sessions(order=("-attempt",), limit=3)) == ["s599", "s598", "s597"]
     assert len(ids(catalog.sessions("source = 'even' and attempt < 100"))) == 50
     found = list(catalog.sessions())
-    assert [(row.opened_at, row.session_id) for row in found] == sorted((row.opened_at, row.session_id) for row in found)
+    assert [(row.opened_at, row.session_id) for row in found] == sorted(
+        (row.opened_at, row.session_id) for row in found
+    )
     assert len(found) == 600
     with pytest.raises(InputError, match="cannot order by 'no'"):
         catalog.sessions(order=("no",))
@@ -250,11 +292,20 @@ def test_sessions_are_filtered_ordered_and_limited(catalog):
 
 
 def test_every_column_can_be_filtered_on(catalog):
-    feed(catalog, [opened("u", source="swe", group_id="g"), step("u", 0), final("u", segments=(segment("u", versions=("9", "12")),))])
+    feed(
+        catalog,
+        [
+            opened("u", source="swe", group_id="g"),
+            step("u", 0),
+            final("u", segments=(segment("u", versions=("9", "12")),)),
+        ],
+    )
     for name in history_columns():
         list(catalog.sessions(f"{name} is null or {name} is not null"))
     assert ids(catalog.segments("first_version = 9 and last_version > 9 and last_version < 100")) == ["u"]
-    assert ids(catalog.segments("index = 0 and count = 1 and not superseded and n_steps = 0 and view = 'lineage'")) == ["u"]
+    assert ids(catalog.segments("index = 0 and count = 1 and not superseded and n_steps = 0 and view = 'lineage'")) == [
+        "u"
+    ]
     assert ids(catalog.segments("response_length = 5 and trainable_tokens = 5 and group_id = 'g'")) == ["u"]
     assert ids(catalog.sessions("rollout_step = 1")) == []
 
@@ -277,10 +328,19 @@ def test_writing_while_iterating(catalog):
     assert len(list(catalog.sessions("seen"))) == 520
 
 
-@pytest.mark.parametrize("name", ["a" * 1024, "é" * 512, "nul\0inside", "../../etc", "'; DROP TABLE sessions; --", "%", "A", " a", "\n"])
+@pytest.mark.parametrize(
+    "name", ["a" * 1024, "é" * 512, "nul\0inside", "../../etc", "'; DROP TABLE sessions; --", "%", "A", " a", "\n"]
+)
 def test_any_text_is_a_session_id(catalog, name):
     look_alikes = [name, name + " ", name + "\0", name.swapcase() + "x", "e\u0301", "\u00e9"]
-    feed(catalog, [event for n in look_alikes for event in (opened(n, source=n), step(n, 0), final(n), Annotated(n, 20.0, {"id": n}))])
+    feed(
+        catalog,
+        [
+            event
+            for n in look_alikes
+            for event in (opened(n, source=n), step(n, 0), final(n), Annotated(n, 20.0, {"id": n}))
+        ],
+    )
     for n in look_alikes:
         row = catalog.session(n)
         assert (row.session_id, row.source, row.n_steps, row.facts) == (n, n, 1, {"id": n})
@@ -332,11 +392,15 @@ def test_a_pack_is_taken_in_exactly_once(catalog):
     assert catalog.session("u").n_steps == 3
 
 
+class _Strange(msgspec.Struct):
+    """An event of no known kind: it fails inside the transaction."""
+
+
 def test_a_failing_ingest_leaves_nothing(catalog):
     feed(catalog, [opened("u")])
     before = catalog.dump()
     with pytest.raises(KeyError):
-        catalog.ingest("s", 0, start=116, end=316, items=[*items([step("u", 0)], 1), *items([object()], 2)])
+        catalog.ingest("s", 0, start=116, end=316, items=[*items([step("u", 0)], 1), *items([_Strange()], 2)])
     assert catalog.dump() == before
     assert catalog.ingest("s", 0, start=116, end=216, items=items([step("u", 0)], 1))
 
@@ -352,8 +416,8 @@ def _race(path, barrier, wins):
 
 
 def test_many_processes_feed_one_catalog(path):
-    barrier, wins = SPAWN.Barrier(4), SPAWN.Queue()
-    processes = [SPAWN.Process(target=_race, args=(path, barrier, wins)) for _ in range(4)]
+    barrier, wins = FORK.Barrier(4), FORK.Queue()
+    processes = [FORK.Process(target=_race, args=(path, barrier, wins)) for _ in range(4)]
     for process in processes:
         process.start()
     won, ended = [], 0
@@ -400,7 +464,13 @@ def test_threads_read_while_one_feeds(catalog):
 _TIMES = st.integers(0, 4).map(float)
 _NAMES = st.sampled_from(["u", "v"])
 _EVENTS = st.one_of(
-    st.builds(lambda s, t, r, g: opened(s, t, resumed=r, group_id=g), _NAMES, _TIMES, st.booleans(), st.sampled_from(["g", "h"])),
+    st.builds(
+        lambda s, t, r, g: opened(s, t, resumed=r, group_id=g),
+        _NAMES,
+        _TIMES,
+        st.booleans(),
+        st.sampled_from(["g", "h"]),
+    ),
     st.builds(
         lambda s, i, t, r, n: step(s, i, t, finish_reason=r, n_nonfinite=n),
         _NAMES,
@@ -449,7 +519,7 @@ def _feed_in(order, logs):
     return catalog
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(logs=_LOGS, order=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=14))
 def test_any_order_of_feeding_gives_the_same(logs, order):
     expected, got = _feed_in([], logs), _feed_in(order, logs)
@@ -483,7 +553,17 @@ def test_the_counts_are_those_of_the_events(logs):
 
 def test_a_session_that_moved_keeps_its_steps_in_order(catalog):
     # the second owner's clock is behind, and its log is read first
-    feed(catalog, [opened("u", 0.5, resumed=True), step("u", 2, 0.6), step("u", 3, 0.7), StepDiscarded("u", 1, 0.8), final("u", 0.9)], stream="b")
+    feed(
+        catalog,
+        [
+            opened("u", 0.5, resumed=True),
+            step("u", 2, 0.6),
+            step("u", 3, 0.7),
+            StepDiscarded("u", 1, 0.8),
+            final("u", 0.9),
+        ],
+        stream="b",
+    )
     feed(catalog, [opened("u", 10.0, group_id="g"), step("u", 0, 11.0), step("u", 1, 12.0)], stream="a")
     found = [item.event for item in catalog.session_events("u")]
     kinds = ["SessionOpened", "SessionOpened", *["StepCommitted"] * 4, "StepDiscarded", "SessionFinalized"]
@@ -495,7 +575,11 @@ def test_a_session_that_moved_keeps_its_steps_in_order(catalog):
 
 
 def test_facts_and_releases_before_their_session(catalog):
-    feed(catalog, [Annotated("u", 5.0, {"reward": 2.0}), Released("u", 6.0, ("lineage/0",)), attached("u")], stream="late")
+    feed(
+        catalog,
+        [Annotated("u", 5.0, {"reward": 2.0}), Released("u", 6.0, ("lineage/0",)), attached("u")],
+        stream="late",
+    )
     assert catalog.session("u") is None
     assert list(catalog.sessions()) == []
     assert catalog.idle(1e9) == []
@@ -525,29 +609,28 @@ def test_lookups_use_the_indexes(path, catalog):
         assert any("SEARCH" in text for text in plan), (sql, plan)
 
 
+def _cache_uses(connection):
+    kinds = (apsw.SQLITE_DBSTATUS_CACHE_MISS, apsw.SQLITE_DBSTATUS_CACHE_HIT)
+    return sum(connection.status(kind)[0] for kind in kinds)
+
+
 def test_a_lookup_touches_no_more_pages_in_a_large_catalog(path, catalog):
     def pages(name):
-        """Rows SQLite steps over while one session is looked up."""
+        """Pages that SQLite asks its cache for while one session is looked up."""
         connection = apsw.Connection(path)
-        steps = 0
-        for sql, values in [("SELECT sid FROM sessions WHERE session_id = ?", (name,)), (history.EVENTS, (sids[name],))]:
-            connection.execute(sql, values).fetchall()
-            cursor = connection.cursor()
-            cursor.execute(sql, values)
-            rows = cursor.fetchall()
-            steps += len(rows)
-            cursor.close()
-        connection.execute("PRAGMA cache_size = 2000")
-        before = connection.status(apsw.SQLITE_DBSTATUS_CACHE_MISS)[0] + connection.status(apsw.SQLITE_DBSTATUS_CACHE_HIT)[0]
-        connection.execute(history.EVENTS, (sids[name],)).fetchall()
-        after = connection.status(apsw.SQLITE_DBSTATUS_CACHE_MISS)[0] + connection.status(apsw.SQLITE_DBSTATUS_CACHE_HIT)[0]
-        return after - before
+        sid = connection.execute("SELECT sid FROM sessions WHERE session_id = ?", (name,)).get
+        before = _cache_uses(connection)
+        connection.execute(history.EVENTS, (sid,)).fetchall()
+        return _cache_uses(connection) - before
 
     feed(catalog, [opened("u"), *(step("u", n) for n in range(20))])
-    sids = dict(apsw.Connection(path).execute("SELECT session_id, sid FROM sessions"))
     small = pages("u")
     for pack in range(10):
-        many = [event for n in range(50) for event in (opened(f"x{pack}-{n}"), *(step(f"x{pack}-{n}", i) for i in range(20)))]
+        many = [
+            event
+            for n in range(50)
+            for event in (opened(f"x{pack}-{n}"), *(step(f"x{pack}-{n}", i) for i in range(20)))
+        ]
         feed(catalog, many, stream="t", pack=pack)
     assert catalog.totals().n_steps == 10_020
     assert 0 < small
@@ -651,8 +734,8 @@ def _open_spoilt(path, barrier, found):
 
 def test_processes_that_find_the_same_damage_move_it_once(path):
     _spoil_not_a_database(path)
-    barrier, found = SPAWN.Barrier(4), SPAWN.Queue()
-    processes = [SPAWN.Process(target=_open_spoilt, args=(path, barrier, found)) for _ in range(4)]
+    barrier, found = FORK.Barrier(4), FORK.Queue()
+    processes = [FORK.Process(target=_open_spoilt, args=(path, barrier, found)) for _ in range(4)]
     for process in processes:
         process.start()
     results = [found.get(timeout=60) for _ in processes]
@@ -803,8 +886,7 @@ def test_forks_while_other_threads_feed(path, catalog):
     thread.start()
 
     def child():
-        rows = list(catalog.sessions())
-        assert all(row.n_steps == 5 for row in rows)
+        assert all(row.n_steps == 5 for row in catalog.sessions("session_id like 'u%'"))
         feed(catalog, [opened(f"c{os.getpid()}")], stream=f"c{os.getpid()}")
         assert not catalog.in_memory
 
@@ -867,8 +949,8 @@ def _reserve(path, barrier, granted):
 
 
 def test_processes_together_stay_under_the_limit(path):
-    barrier, granted = SPAWN.Barrier(4), SPAWN.Queue()
-    processes = [SPAWN.Process(target=_reserve, args=(path, barrier, granted)) for _ in range(4)]
+    barrier, granted = FORK.Barrier(4), FORK.Queue()
+    processes = [FORK.Process(target=_reserve, args=(path, barrier, granted)) for _ in range(4)]
     for process in processes:
         process.start()
     total = sum(granted.get(timeout=60) for _ in processes)
@@ -891,11 +973,3 @@ def test_a_rebuild_is_seen_whole_or_not_at_all(path, catalog):
         1 / 0  # noqa: B018
     assert ids(other.sessions()) == ["new"]
     assert catalog.offsets().keys() == {("s", 0)}
-
-
-def test_time_of_a_lookup_of_the_epoch_is_small(catalog):
-    feed(catalog, [opened("u")])
-    started = time.perf_counter()
-    for _ in range(200):
-        catalog.session("u")
-    assert time.perf_counter() - started < 5.0

@@ -358,6 +358,11 @@ def test_zero_layers_are_named_by_their_absolute_number(only_moe):
         take(stored_of(rows, ODD) if only_moe else rows, expert_field(ODD), n_rows=101)
 
 
+def test_two_rows_are_enough_to_tell():
+    with pytest.raises(PayloadError, match="layers 0-39 are 0 in all of 2 rows"):
+        take(np.zeros((2, 40, 8), np.int32), expert_field(QWEN), n_rows=3)
+
+
 def test_zero_rows_that_are_not_all_are_let_through():
     rows = routing(100, QWEN)
     rows[:98] = 0
@@ -365,6 +370,8 @@ def test_zero_rows_that_are_not_all_are_let_through():
     rows[99] = 0
     rows[50, 0, 3] = 1
     assert len(take(rows, expert_field(QWEN), n_rows=101)) == 1
+    rows[20:40] = -1
+    assert len(take(rows, expert_field(QWEN), n_rows=101)) == 2
     one = np.zeros((1, 40, 8), np.int32)
     assert len(take(one, expert_field(QWEN), n_rows=2)) == 1
 
@@ -492,18 +499,18 @@ def test_good_routing_has_no_findings(shape):
 
 
 def test_lint_finds_each_fault_and_where():
-    spec, rows = expert_field(ODD), stored_of(routing(3000, ODD), ODD).astype(np.uint8)
+    spec, rows = expert_field(ODD), stored_of(routing(60_000, ODD), ODD).astype(np.uint8)
     rows[:, 0] = 0
     rows[:, 3] = [9, 8, 7, 6]
-    rows[2500, 4] = [5, 1, 2, 5]
+    rows[59_000, 4] = [5, 1, 2, 5]
     rows[1700, 2, 3] = rows[1700, 2, 0]
     rows[1701, 2, 3] = rows[1701, 2, 0]
     zero, repeated, constant = lint(rows, spec, position=10)
-    assert (zero.kind, zero.layers, zero.count) == ("zero_layers", (1,), 3000)
+    assert (zero.kind, zero.layers, zero.count) == ("zero_layers", (1,), 60_000)
     assert (repeated.kind, repeated.layers, repeated.count) == ("repeated_expert", (5, 8), 3)
     assert (repeated.token, repeated.layer) == (1710, 5)
     assert f"expert {rows[1700, 2, 0]} at token 1710, layer 5" in repeated.message
-    assert (constant.kind, constant.layers, constant.count, constant.token) == ("constant_rows", (6,), 3000, 10)
+    assert (constant.kind, constant.layers, constant.count, constant.token) == ("constant_rows", (6,), 60_000, 10)
 
 
 def test_lint_leaves_marks_and_few_rows_alone():

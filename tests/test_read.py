@@ -531,6 +531,21 @@ def test_inline_payload_follows_the_options(world):
     np.testing.assert_array_equal(out, world.expected["routed_experts"])
 
 
+def test_inline_payload_that_no_stream_describes(world):
+    whole = world.read()
+    inline = {**carried(whole, "routed_experts"), "mine": Inline("float64", (2,), np.array([1.5, 2.5]).tobytes())}
+    ref = segment_ref(30, inline=inline)
+    alone = Reader(Memory())
+    (sample,) = alone.read([ref], layers=slice(1, 3))
+    same(sample["routed_experts"], whole["routed_experts"][:, 1:3].copy())
+    same(sample["mine"], np.array([1.5, 2.5]))
+    out = np.empty((9, 5, 2), np.int64)
+    alone.read([ref], fields=["routed_experts"], tokens=[slice(3, 12)], out=[{"routed_experts": out}])
+    np.testing.assert_array_equal(out, whole["routed_experts"][3:12])
+    with pytest.raises(InputError, match="no stream says"):
+        alone.read([ref], tokens=[slice(0, 1)])
+
+
 def test_damaged_inline_payload(world):
     short = segment_ref(30, inline={"token_ids": Inline("int32", (29,), bytes(116))})
     torn = segment_ref(30, inline={"token_ids": Inline("int32", (30,), bytes(119))})

@@ -232,7 +232,8 @@ def test_sigkill_while_packs_are_sealed(tmp_path):
 
     for attempt in range(4):
         child = subprocess.Popen(
-            [sys.executable, "-c", KILLED.format(tests=os.path.dirname(__file__)), str(tmp_path)], stdout=subprocess.PIPE
+            [sys.executable, "-c", KILLED.format(tests=os.path.dirname(__file__)), str(tmp_path)],
+            stdout=subprocess.PIPE,
         )
         name, acknowledged = child.stdout.readline().decode().strip(), []
         for line in child.stdout:
@@ -252,7 +253,9 @@ def test_sigkill_while_packs_are_sealed(tmp_path):
                 runs.setdefault(array, []).append(Run(*map(int, numbers)))
             check_stored(tmp_path, name, SCHEMA, writer.layout, runs, data(SCHEMA, int(seed), 3000))
         array = open_array(tmp_path, name, "token_ids")
-        assert array[:].size == array.shape[0] and sum(n for _, n in array.attrs["spool:rows"]) >= 3000 * len(acknowledged)
+        assert array[:].size == array.shape[0] and sum(n for _, n in array.attrs["spool:rows"]) >= 3000 * len(
+            acknowledged
+        )
         writer.close()
 
 

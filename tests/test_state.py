@@ -67,7 +67,9 @@ def append(draw, pair, seen, transaction):
         if cut == "whole" and of.tokens and draw(st.booleans()):
             parent = of.index
     prompt = [*prompt, *extra]
-    sent = draw(st.one_of(st.none(), st.sets(st.integers(0, 40)), st.integers(0, 12).map(lambda start: range(start, 99))))
+    sent = draw(
+        st.one_of(st.none(), st.sets(st.integers(0, 40)), st.integers(0, 12).map(lambda start: range(start, 99)))
+    )
     versions = [draw(st.sampled_from(["7", "8"]))] * len(response) if draw(st.booleans()) else None
     pair.append(
         prompt, response, given=sent, transaction=transaction, parent=parent, versions=versions,
@@ -155,9 +157,7 @@ def test_prefer_last_stores_all_and_shadows_for_its_descendants_only():
 def test_rows_sent_again_fill_gaps_under_first():
     pair = Pair()
     pair.append(counting(5), plain(1), given=[0, 1, 4])
-    plan = pair.state.plan(
-        ids([*counting(5), *plain(1)]), ids(plain(2)), given={"routed_experts": [(0, 6)]}
-    )
+    plan = pair.state.plan(ids([*counting(5), *plain(1)]), ids(plain(2)), given={"routed_experts": [(0, 6)]})
     assert plan.store["routed_experts"] == (Range(2, 2), Range(5, 1))
     assert plan.dropped["routed_experts"] == (Range(0, 2), Range(4, 1))
 
@@ -438,7 +438,8 @@ def chain_of(n, n_each):
             given={"token_ids": [(0, stop)], "routed_experts": [(0, stop - 1)], "logprobs": [(stop - 10, 10)]},
         )  # fmt: skip
         extents = {
-            name: tuple(Extent("st", r.position, r.n, r.position, i) for r in ranges) for name, ranges in plan.store.items()
+            name: tuple(Extent("st", r.position, r.n, r.position, i) for r in ranges)
+            for name, ranges in plan.store.items()
         }
         event = StepCommitted(
             "s", i, plan.step_id, 1.0, plan.parent, plan.base, plan.n_prompt, plan.n_tokens, plan.n_rows, extents,

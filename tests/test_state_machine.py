@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import tempfile
 
@@ -43,8 +42,6 @@ class _Recorded:
 
 class SpoolMachine(RuleBasedStateMachine):
     """Everything a rollout worker may do to a few sessions, in any order."""
-
-    names = itertools.count()
 
     @initialize()
     def begin(self):
@@ -87,7 +84,7 @@ class SpoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.sessions) < 4)
     @rule(prefer=st.sampled_from(["first", "last"]), trim=st.integers(0, 1))
     def open_session(self, prefer, trim):
-        name = f"session {next(self.names)}"
+        name = f"session {len(self.sessions)}"
         keywords = {"prefer": prefer, "trim": trim, "experts": SHAPE}
         live = self.sp.session(session_id=name, **keywords)
         self.sessions[name] = _Recorded(live, OracleSession(prefer=prefer, trim=trim), keywords)

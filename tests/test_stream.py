@@ -226,7 +226,9 @@ def test_what_fill_or_event_raises_leaves_nothing(tmp_path):
         writer.append(rows_of(data(SCHEMA, 1, 500)), lambda runs: b"")
     assert (writer.position, files(tmp_path, writer.name)) == (position, disk)
     with pytest.raises(ZeroDivisionError):  # pieces of it are in the shard file already
-        writer.append({"token_ids": rows_of(before)["token_ids"], "routed_experts": Rows(120_000, bad_fill)}, lambda r: b"x")
+        writer.append(
+            {"token_ids": rows_of(before)["token_ids"], "routed_experts": Rows(120_000, bad_fill)}, lambda r: b"x"
+        )
     assert writer.position == position
     after = data(SCHEMA, 2, 5000)
     after_runs = put(writer, after)

@@ -154,7 +154,9 @@ def test_long_lists_and_chains_run(db):
     assert matches(db, " or ".join(f"n = {n}" for n in range(150))) == [1, 2, 3, 4, 5]
 
 
-_ATOMS = st.sampled_from(["n", "x", "source", "reason", "flag", "late", "1", "0.5", "-2", "'swe'", "''", "'it''s'", "'7'"])
+_ATOMS = st.sampled_from(
+    ["n", "x", "source", "reason", "flag", "late", "1", "0.5", "-2", "'swe'", "''", "'it''s'", "'7'"]
+)
 _SUMS = st.recursive(
     _ATOMS, lambda inner: st.builds("({} {} {})".format, inner, st.sampled_from("+-*/%"), inner), max_leaves=3
 )

@@ -149,7 +149,7 @@ class Catalog:
         """Return a session, or None where no opening of it is known."""
         sid = self._sid(session_id)
         rows = query.session_rows(self._run, [sid]) if sid is not None else []
-        return rows[0] if rows and rows[0].opened_at is not None else None
+        return rows[0] if rows else None
 
     def sessions(
         self, where: str | None = None, *, order: Sequence[str] = ("opened_at",), limit: int | None = None

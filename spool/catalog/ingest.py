@@ -44,8 +44,8 @@ _SEGMENT = ("count", "n_tokens", "n_rows", "response_start", "response_length", 
 
 _ADD = """
 INSERT INTO events(sid, slot, kind, live, at, log, seq, inner, offset, n_new, n_generated, n_nonfinite, event)
-VALUES(?1, ?2, ?3, NOT EXISTS(SELECT 1 FROM events WHERE sid = ?1 AND slot = ?2), ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
-RETURNING live"""
+VALUES(?1, ?2, ?3, ?3 = 'step' AND NOT EXISTS(SELECT 1 FROM events WHERE sid = ?1 AND slot = ?2),
+    ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12) RETURNING live"""
 _SUM = """
 UPDATE sessions SET n_steps = n_steps + ?2, n_tokens = n_tokens + ?3, n_generated = n_generated + ?4,
     n_nonfinite = n_nonfinite + ?5, last_at = max(ifnull(last_at, ?6), ?6) WHERE sid = ?1"""
@@ -167,9 +167,9 @@ class Ingest:
 
     def _step(self, item: Prepared, event: StepCommitted) -> None:
         counts = (event.n_tokens - event.base, event.n_tokens - event.n_prompt, event.n_nonfinite)
-        sid, alone = self._own(item, event, event.index, "step", counts)
+        sid, counts_now = self._own(item, event, event.index, "step", counts)
         change = self._changes[sid]
-        if not alone:
+        if not counts_now:
             self._settle(sid, event.index)
             return
         change.add(1, *counts)
@@ -192,9 +192,6 @@ class Ingest:
             if now != live:
                 self._connection.execute("UPDATE events SET live = ? WHERE id = ?", (now, event_id))
                 change.add(now - live, *counts)
-        self._connection.execute(
-            "UPDATE events SET live = 0 WHERE sid = ? AND slot = ? AND kind = 'undo' AND live", (sid, index)
-        )
 
     def _finalized(self, item: Prepared, event: SessionFinalized) -> None:
         sid, _ = self._own(item, event, FINAL, "final")
@@ -263,7 +260,7 @@ class Ingest:
     def _own(
         self, item: Prepared, event: Owned, slot: int, kind: str, counts: tuple[int, int, int] = (0, 0, 0)
     ) -> tuple[int, bool]:
-        """Store an event of the session's owner; return the session's number and whether it is alone in its slot."""
+        """Store an event of the session's owner; return the session's number and, of a step, whether it counts."""
         sid = self._sid(event.session_id)
         change = self._changes.get(sid)
         if change is None:

@@ -98,11 +98,16 @@ def _filter(where: str | None, columns: Columns) -> Filter:
 
 
 def session_rows(run: Execute, sids: Sequence[int]) -> list[SessionRow]:
-    """Return sessions by number, in the order given."""
+    """Return sessions by number, in the order given; those whose opening is not known are left out."""
     names = ", ".join(f"s.{name}" for name in _PLAIN)
     found = {
         row[0]: row[1:]
-        for row in _by_id(run, f"SELECT s.sid, {names}, {_STATE}, s.metadata FROM sessions s", "s.sid", sids)
+        for row in _by_id(
+            run,
+            f"SELECT s.sid, {names}, {_STATE}, s.metadata FROM sessions s",
+            "s.opened_at IS NOT NULL AND s.sid",
+            sids,
+        )
     }
     facts = _facts(run, sids)
     return [_session(found[sid], facts.get((sid, ""), {})) for sid in sids if sid in found]

@@ -13,8 +13,8 @@ from spool.errors import IntegrityError
 
 APPLICATION_ID = 0x53504F4C
 VERSION = 1
-BUSY_S = 10.0
-"""How long an operation waits for another process's transaction."""
+BUSY_S = 60.0
+"""How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
 CHECKED_BYTES = 4 << 20
 """Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
@@ -127,11 +127,11 @@ def connect(path: str) -> apsw.Connection:
 def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> apsw.Connection:
     connection.set_busy_timeout(int(BUSY_S * 1000))
     connection.pragma("synchronous", "normal")
-    if not connection.pragma("user_version"):
+    if _is_blank(connection):
         connection.pragma("journal_mode", "wal")
         connection.execute("BEGIN IMMEDIATE")
         # looked at again: another process may have made the tables by now
-        if not connection.pragma("user_version") and not connection.execute("SELECT count(*) FROM sqlite_schema").get:
+        if _is_blank(connection):
             connection.execute(TABLES)
             connection.pragma("application_id", APPLICATION_ID)
             connection.pragma("user_version", VERSION)
@@ -142,6 +142,10 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
             f"{path} is not a catalog of version {VERSION}: application id and version are {found}", file=file
         )
     return connection
+
+
+def _is_blank(connection: apsw.Connection) -> bool:
+    return not connection.pragma("user_version") and not connection.execute("SELECT count(*) FROM sqlite_schema").get
 
 
 def check(connection: apsw.Connection, *, whole: bool) -> list[str]:

@@ -23,10 +23,13 @@ COLUMNS = (
 @click.command("ls")
 @location_argument
 @click.option("--where", help="A filter such as \"reward > 0.5 and source = 'swe'\".")
+@click.option("--all", "discarded", is_flag=True, help="List discarded sessions too.")
 @click.option("--segments", is_flag=True, help="List segments instead of sessions.")
 @click.option("--view", type=click.Choice(["lineage", "timeline"]), help="With --segments: of this view.")
 @json_option
-def command(location: str | None, where: str | None, segments: bool, view: str | None, as_json: bool) -> None:
+def command(
+    location: str | None, where: str | None, discarded: bool, segments: bool, view: str | None, as_json: bool
+) -> None:
     """List sessions, oldest first, or segments."""
     with open_spool(location) as sp:
         if segments or view:
@@ -38,4 +41,6 @@ def command(location: str | None, where: str | None, segments: bool, view: str |
         else:
             from spool.cli.facts import session_facts
 
-            write_rows((session_facts(row) for row in sp.sessions(where)), COLUMNS, as_json=as_json)
+            write_rows(
+                (session_facts(row) for row in sp.sessions(where, discarded=discarded)), COLUMNS, as_json=as_json
+            )

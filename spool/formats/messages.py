@@ -1,29 +1,40 @@
-"""Messages and tool schemas <-> ASCII JSON, reversible for every str, lone surrogates included."""
+"""Messages and tool schemas <-> JSON, reversible for every str, lone surrogates included.
+
+The JSON is ASCII, and a lone surrogate its escape. But the escapes of two neighbours that make a pair are read as one
+character; a message that could hold such is stored as UTF-8 instead, with surrogates as they are.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spool.errors import InputError
 
+_PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 def encode_message(message: object, *, what: str) -> bytes:
-    r"""Return one message as ASCII JSON.
+    """Return one message as JSON; `decode_messages` gives it back equal, NaN (as the literal ``NaN``) included.
 
-    A lone surrogate becomes its ``\ud800`` escape, and NaN the literal ``NaN``: `decode_messages` gives both back.
     Objects with ``model_dump()`` (pydantic) are dumped first.
 
     Raises:
         InputError: the message cannot be JSON, or JSON would change it (a mapping's key that is not a string).
     """
-    try:
-        text = json.dumps(message, separators=(",", ":"), default=_dump)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{what} cannot be stored as JSON: {error}; pass dicts, lists, strings and numbers") from error
     if not _keys_are_strings(message):
         raise InputError(f"{what} has a mapping key that is not a string; JSON would turn it into one")
+    try:
+        text = json.dumps(message, separators=(",", ":"), default=_dump)
+        if _PAIR.search(text):
+            plain = json.dumps(message, separators=(",", ":"), default=_dump, ensure_ascii=False)
+            if _SURROGATE.search(plain):
+                return plain.encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} cannot be stored as JSON: {error}; pass dicts, lists, strings and numbers") from error
     return text.encode("ascii")
 
 
@@ -54,11 +65,11 @@ def join_messages(messages: Sequence[bytes]) -> bytes:
 
 def decode_messages(data: bytes) -> list[Any]:
     """Return the messages of a JSON array that `join_messages` made."""
-    return list(json.loads(data)) if data else []
+    return list(json.loads(data.decode("utf-8", "surrogatepass"))) if data else []
 
 
 def split_messages(data: bytes) -> list[bytes]:
-    """Return the encoded messages of a JSON array that `join_messages` made, byte for byte."""
+    """Return the encoded messages of a JSON array that `join_messages` made."""
     return [encode_message(message, what="message") for message in decode_messages(data)]
 
 

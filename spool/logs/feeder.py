@@ -165,6 +165,7 @@ class LogFeeder:
                 known.changed_ns = changed_ns if time.time_ns() - changed_ns > RACY_NS else None
         except FileNotFoundError:
             self._known.pop(name, None)
+            self._problems = {key: problem for key, problem in self._problems.items() if key[0] != name}
             return True
         there = [self._feed_log(name, pack, known) for pack in known.logs]
         return all(there)
@@ -192,7 +193,9 @@ class LogFeeder:
         try:
             found = os.stat(path)
             mark = found.st_size, found.st_mtime_ns
-            if found.st_size == known.states.get(pack, LogState()).offset or known.stuck.get(pack) == mark:
+            if found.st_size <= len(LOG_HEADER) or known.stuck.get(pack) == mark:
+                return True
+            if found.st_size == known.states.get(pack, LogState()).offset:
                 return True
             # another process may have taken it in
             self._refresh(name, known)
@@ -203,7 +206,7 @@ class LogFeeder:
             return False
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
-        if found.st_size != known.states.get(pack, LogState()).offset:
+        if (name, pack) in self._problems:
             known.stuck[pack] = mark
         return True
 
@@ -214,11 +217,8 @@ class LogFeeder:
             return True
         window, offset = WINDOW_BYTES, state.offset or len(LOG_HEADER)
         if state.offset == 0:
-            header = os.pread(fd, len(LOG_HEADER), 0)
-            if len(header) < len(LOG_HEADER):
-                return True
             try:
-                check_header(header)
+                check_header(os.pread(fd, len(LOG_HEADER), 0))
             except IntegrityError as error:
                 self._report(name, pack, "damaged", str(error))
                 return True

@@ -54,7 +54,7 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
         end_hashes: running digests at ``n_tokens``, ``n_tokens - 1``, ... down to ``n_tokens - trim``.
         signature: digest of the content, to recognise the same append again.
         inherited_messages: how many of the parent's full list of messages this step's begins with.
-        messages: the rest, an ASCII JSON array; empty where no messages were given.
+        messages: the rest, a JSON array; empty where no messages were given.
         tools_key: content key of the tool schemas, see `ToolsStored`.
         metadata: the caller's own JSON-able facts about the step.
     """
@@ -84,7 +84,7 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
 
 
 class ToolsStored(Struct, frozen=True, array_like=True, tag="tools"):
-    """Tool schemas, stored once a pack by content; ``json`` is ASCII."""
+    """Tool schemas, stored once a pack by content."""
 
     key: str
     json: bytes

@@ -40,7 +40,7 @@ def payload(ref: Ref, name: str) -> Array:
 
 
 def rows(ref: Ref, name: str, align: Align | None, ranges: Sequence[Range]) -> Array:
-    """Return a copy of the carried rows for the token ``ranges``.
+    """Return the carried rows for the token ``ranges``; perhaps a read-only view.
 
     Args:
         ref: the reference.
@@ -53,10 +53,10 @@ def rows(ref: Ref, name: str, align: Align | None, ranges: Sequence[Range]) -> A
         IntegrityError: there are not as many as the reference says.
     """
     array, align = payload(ref, name), ALIGN.get(name, align)
+    if align == "step" or (align is None and list(ranges) == [(0, ref.n_tokens)]):
+        return array
     if align is None:
         raise InputError(f"{name_of(ref)} carries {name}, but no stream says what its rows stand for; read all tokens")
-    if align == "step":
-        return array.copy()
     first = origin(align, ref)
     ((start, stop),) = positions(align, ref, [(0, ref.n_tokens)])
     if stop - start != len(array):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from spool.errors import InputError
+from spool.model.fields import ROUTED_EXPERTS
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import Column, MaskColumn, RaggedColumn, asks
@@ -219,17 +220,16 @@ class _Call(NamedTuple):
         return MaskColumn(span_mask(ref.spans, ranges, n), view, runs, self.batch, out)
 
     def _inline(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Array:
-        plain = name in inline.ALIGN and self.dtype == "train" and out is None
-        view = None if plain and self.layers is None else self.lookup.view(ref, name)
+        as_carried = name in inline.ALIGN and self.dtype == "train" and out is None
+        view = None if as_carried else self.lookup.view(ref, name)
         rows = inline.rows(ref, name, view.spec.align if view else None, ranges)
-        if view is None:
-            return rows
-        if self.layers is not None and view.spec.num_layers is not None:
-            start, stop = plain_range(self.layers, view.spec.num_layers, what="layers")
+        layered = name == ROUTED_EXPERTS or (view is not None and view.spec.num_layers is not None)
+        if self.layers is not None and layered:
+            start, stop = plain_range(self.layers, rows.shape[1], what="layers")
             rows = rows[:, start:stop]
         if out is None:
-            return np.array(rows, self._dtype(view), order="C")
-        check_out(out, rows.shape, view.stored, field=name)
+            return np.array(rows, self._dtype(view) if view else rows.dtype, order="C")
+        check_out(out, rows.shape, view.stored if view else rows.dtype, field=name)
         np.copyto(out, rows, casting="unsafe")
         return out
 

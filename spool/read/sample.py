@@ -28,7 +28,7 @@ class Sample(Mapping[str, Any]):
         self.ref = ref
         self._arrays = arrays
 
-    def __getitem__(self, field: str) -> Any:  # noqa: ANN401 - an array, or Ragged where the field is
+    def __getitem__(self, field: str) -> Any:
         return self._arrays[field]
 
     def __iter__(self) -> Iterator[str]:

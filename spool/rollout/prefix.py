@@ -209,13 +209,15 @@ class PrefixIndex:
     def longest_shared(self, digests: Digests, limit: int, visible: Callable[[int], bool]) -> Match | None:
         """Return the latest step that shares the longest known prefix of the first ``limit`` tokens."""
         for block in self._known_blocks(digests, limit):
+            boundary = block * BLOCK
+            steps: list[int] = []
             for n_tokens, points in self._candidates(digests, block, limit):
                 steps = [step for step, _ in points if visible(step)]
-                if steps:
+                if steps and n_tokens > boundary:
                     return Match(max(steps), n_tokens)
-            steps = [step for step in self._blocks.get(digests.blocks[block], ()) if visible(step)]
+            steps += (step for step in self._blocks.get(digests.blocks[block], ()) if visible(step))
             if steps:
-                return Match(max(steps), block * BLOCK)
+                return Match(max(steps), boundary)
         return None
 
     def _known_blocks(self, digests: Digests, limit: int) -> range:

@@ -2,11 +2,13 @@
 
 ::
 
-    stream    one writer's stream: fills rows, commits events, rolls packs    (the API)
-      |-- group     who writes next, and for whom
+    stream    one writer's stream: fills rows, rolls packs    (the API)
+      |-- commit    writes what is filled, undoes what failed
+      |     `-- group   who writes next, and for whom
       |-- pack      the open shard of every array, and its commit log
       |     |-- tape    one array in one pack: shard file + tail file
-      |     |     `-- ring    rows that are not in the shard file yet
+      |     |     |-- ring    rows that are not in the shard file yet
+      |     |     `-- mover   a thread that moves long tails to the shard file
       |     `-- log     frames on disk
       |-- space     bytes asked of the hot tier in grants
       `-- seal      pads, indexes and describes a finished pack; works from disk alone

@@ -1,7 +1,8 @@
 """Group commit: of all threads that wait for their data to be on disk, one writes for all.
 
 The first to come leads. What is queued while it writes waits for it, and the first of those leads next. A leader hands
-over before it wakes the threads it wrote for, so the disk does not wait for them.
+over before it wakes the threads it wrote for, so the disk does not wait for them. It hands over only to a thread that
+does wait: one that queued a ticket and was interrupted before it came to that is written for all the same.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ class Ticket:
         frame: the event's frame; empty for a thread that only needs room.
         done: the wish was served, or has failed.
         error: why it failed.
+        waiting: a thread is in, or about to be in, `wait`.
     """
 
-    __slots__ = ("_wake", "done", "error", "exclusive", "frame")
+    __slots__ = ("_wake", "done", "error", "exclusive", "frame", "waiting")
 
     def __init__(self, frame: bytes = b"", *, exclusive: bool = False) -> None:
         self.frame = frame
         self.exclusive = exclusive
         self.done = False
+        self.waiting = False
         self.error: BaseException | None = None
         self._wake = threading.Lock()
         self._wake.acquire()
@@ -71,12 +74,9 @@ class Group(Generic[T]):
         self._queue: list[Ticket] = []
         self._busy = False
 
-    def enqueue(self, ticket: Ticket) -> bool:
-        """Queue a ticket, with `mutex` held; return whether its thread leads."""
+    def enqueue(self, ticket: Ticket) -> None:
+        """Queue a ticket, with `mutex` held; then `run` it."""
         self._queue.append(ticket)
-        leads = not self._busy
-        self._busy = True
-        return leads
 
     def fail_queued(self, error: BaseException) -> list[Ticket]:
         """Fail all that is queued, with `mutex` held; return the tickets, for the caller to `wake` without it."""
@@ -86,8 +86,12 @@ class Group(Generic[T]):
             ticket.error, ticket.done = error, True
         return failed
 
-    def run(self, ticket: Ticket, *, leads: bool) -> None:
-        """Return when the ticket is done; its ``error`` says how."""
+    def run(self, ticket: Ticket) -> None:
+        """Return when a queued ticket is done; its ``error`` says how."""
+        with self.mutex:
+            if ticket.done:
+                return
+            leads = self._claim(ticket)
         interruption = None if leads else ticket.wait()
         if not ticket.done:
             self._lead(ticket)
@@ -99,23 +103,32 @@ class Group(Generic[T]):
         """Hold the right to write without writing; what is queued waits."""
         ticket = Ticket(exclusive=True)
         with self.mutex:
-            leads = self.enqueue(ticket)
+            self._queue.append(ticket)
+            leads = self._claim(ticket)
         interruption = None if leads else ticket.wait()
-        with self.mutex:
-            self._queue.remove(ticket)
         try:
+            with self.mutex:
+                self._queue.remove(ticket)
             yield
         finally:
             self._hand_over()
         if interruption is not None:
             raise interruption
 
+    def _claim(self, ticket: Ticket) -> bool:
+        if self._busy:
+            ticket.waiting = True
+            return False
+        self._busy = True
+        return True
+
     def _lead(self, own: Ticket) -> None:
-        with self.mutex:
-            batch = [ticket for ticket in self._queue if not ticket.exclusive]
-            self._queue = [ticket for ticket in self._queue if ticket.exclusive]
-            snapshot = self._snapshot()
+        batch: list[Ticket] = []
         try:
+            with self.mutex:
+                batch = [ticket for ticket in self._queue if not ticket.exclusive]
+                self._queue = [ticket for ticket in self._queue if ticket.exclusive]
+                snapshot = self._snapshot()
             self._write(batch, snapshot)
         except BaseException as error:
             for ticket in batch:
@@ -132,7 +145,7 @@ class Group(Generic[T]):
 
     def _hand_over(self) -> None:
         with self.mutex:
-            following = self._queue[0] if self._queue else None
+            following = next((ticket for ticket in self._queue if ticket.waiting), None)
             self._busy = following is not None
         if following is not None:
             following.wake()

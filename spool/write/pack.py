@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from spool.write.folder import Folder
 from spool.write.log import CommitLog
+from spool.write.mover import Mover
 from spool.write.ring import Ring
 from spool.write.tape import Tape
 
@@ -29,6 +30,7 @@ class Pack:
         rings: by array; this pack has them to itself.
         direct: write shards past the page cache where the file system allows it.
         sync: make the log's name durable.
+        mover: moves blocks of long tails; None where all must be on disk when it is written.
 
     Attributes:
         number: of the pack.
@@ -37,7 +39,9 @@ class Pack:
         opened: ``time.monotonic()`` of its opening.
     """
 
-    def __init__(self, folder: Folder, number: int, rings: Mapping[str, Ring], *, direct: bool, sync: bool) -> None:
+    def __init__(
+        self, folder: Folder, number: int, rings: Mapping[str, Ring], *, direct: bool, sync: bool, mover: Mover | None
+    ) -> None:
         """Open an empty pack.
 
         Raises:
@@ -45,7 +49,8 @@ class Pack:
         """
         self.number = number
         self.tapes = {
-            spec.name: Tape(folder, spec, number, rings[spec.name], direct=direct) for spec in folder.schema.arrays
+            spec.name: Tape(folder, spec, number, rings[spec.name], direct=direct, mover=mover)
+            for spec in folder.schema.arrays
         }
         self._tapes = tuple(self.tapes.values())
         self.log = CommitLog(folder.path, number, sync=sync)
@@ -134,7 +139,17 @@ class Pack:
             tape.settle()
 
     def close(self) -> None:
-        """Close its files."""
+        """Close its files.
+
+        Raises:
+            OSError: a shard file that could not be written cannot be cut.
+        """
         for tape in self._tapes:
             tape.close()
+        self.log.close()
+
+    def abandon(self) -> None:
+        """Close its files and change nothing, in a forked child too."""
+        for tape in self._tapes:
+            tape.abandon()
         self.log.close()

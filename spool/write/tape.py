@@ -7,24 +7,40 @@ Offsets are bytes in the shard. In order::
 
 ``whole`` is the end of the last complete append and ``kept`` the end of what must stay whatever fails: what was
 committed, or is held by a transaction. One thread fills (it holds the stream's fill lock), one writes (it leads the
-group); a rewind needs both. The ring keeps what lies behind the size that was last settled, so that a flush can be
-undone until the events that refer to it are committed.
+group); a rewind needs both.
+
+Large appends are flushed: whole blocks go from the ring to the shard file before their events are committed. The ring
+keeps what lies behind the size that was last settled, so that a flush can be undone until then. Small ones are written
+to the tail, and when that is long enough the committed blocks of it are moved to the shard file by a thread of the
+stream; until the move has landed, what is appended goes to the old tail and to the next.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
 from spool.stores.local import BLOCK, open_direct, pwrite_all, sync_dir, tail_name
 from spool.write.folder import Folder, unlink_quietly
+from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
 
 
 class _Tail(NamedTuple):
     fd: int
     path: str
+
+
+class _Move:
+    """Committed blocks on their way to the shard file, which they will make ``cut`` bytes long."""
+
+    def __init__(self, cut: int, tail: _Tail | None) -> None:
+        self.cut = cut
+        self.tail = tail
+        self.done = threading.Event()
+        self.failed = False
 
 
 class Tape:
@@ -36,9 +52,12 @@ class Tape:
         pack: number of the pack.
         ring: memory for what the shard file does not hold; free for this tape's use.
         direct: write past the page cache where the file system allows it.
+        mover: its thread moves blocks of long tails; None where all must be on disk when it is written.
     """
 
-    def __init__(self, folder: Folder, spec: ArraySpec, pack: int, ring: Ring, *, direct: bool) -> None:
+    def __init__(
+        self, folder: Folder, spec: ArraySpec, pack: int, ring: Ring, *, direct: bool, mover: Mover | None
+    ) -> None:
         self._folder = folder
         self._pack = pack
         self._ring = ring
@@ -55,6 +74,9 @@ class Tape:
         self._tail: _Tail | None = None
         self._stale: _Tail | None = None
         self._new_names = False
+        self._mover = mover
+        self._move: _Move | None = None
+        self._move_failed = False
 
     @property
     def n_rows(self) -> int:
@@ -96,14 +118,18 @@ class Tape:
         Raises:
             OSError: they are not all written; what was on disk before still is, and a later call begins again.
         """
-        if stop - self._size >= self._ring.flush_bytes:
-            self._flush(stop)
-        elif stop > self._written:
-            if self._tail is None:
-                self._tail = self._new_tail(self._size, stop)
-            else:
-                self._copy(self._tail.fd, self._written, stop, self._size)
-            self._written = stop
+        new, half = stop - self._written, self._ring.n_bytes // 2
+        long = new >= self._ring.flush_bytes // 2 or stop - self._size > half
+        if self._move is not None and (long or self._move.done.is_set()):
+            self._land(self._move)
+        if self._move is None and stop - self._size >= self._ring.flush_bytes:
+            if long or self._mover is None or self._move_failed:
+                self._flush(stop)
+                self._move_failed = False
+                return
+            self._start_move(self._mover)
+        if new > 0:
+            self._extend(stop)
 
     def sync(self) -> None:
         """Make all that was written durable.
@@ -154,6 +180,15 @@ class Tape:
 
     def close(self) -> None:
         """Close the files; what they hold stays."""
+        if self._move is not None:
+            self._land(self._move)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and change nothing, in a forked child too."""
+        if self._move is not None and self._move.tail is not None:
+            os.close(self._move.tail.fd)
+        self._move = None
         tails, self._stale, self._tail = (self._stale, self._tail), None, None
         for tail in tails:
             if tail is not None:
@@ -178,6 +213,53 @@ class Tape:
         self._stale, self._tail = self._tail, tail
         self._stale_written = self._written
         self._size, self._written = cut, stop
+
+    def _extend(self, stop: int) -> None:
+        """Write what is new to the tail, and to the next one where a move is on its way."""
+        self._tail = self._append(self._tail, self._size, stop)
+        if self._move is not None:
+            self._move.tail = self._append(self._move.tail, self._move.cut, stop)
+        self._written = stop
+
+    def _append(self, tail: _Tail | None, base: int, stop: int) -> _Tail:
+        if tail is None:
+            return self._new_tail(base, stop)
+        self._copy(tail.fd, self._written, stop, base)
+        return tail
+
+    def _start_move(self, mover: Mover) -> None:
+        """Have the committed whole blocks of the tail moved to the shard file; the next tail comes first."""
+        end = min(self.kept, self._written)
+        cut = end - end % BLOCK
+        if cut - self._size < self._ring.flush_bytes - BLOCK:
+            return
+        shard, start = self._open_shard(), self._size
+        move = _Move(cut, self._new_tail(cut, self._written) if self._written > cut else None)
+
+        def copy() -> None:
+            try:
+                self._copy(shard, start, cut, 0, direct=self._direct)
+            except OSError:
+                move.failed = True
+            finally:
+                move.done.set()
+
+        mover.submit(copy)
+        self._move = move
+
+    def _land(self, move: _Move) -> None:
+        """Wait for a move and let go of the old tail; or of the next one, where the shard file could not be written."""
+        move.done.wait()
+        self._move, self._move_failed = None, move.failed
+        if move.failed:
+            os.ftruncate(self._open_shard(), self._size)
+            stale = move.tail
+        else:
+            stale, self._tail = self._tail, move.tail
+            self._size = self._settled_size = move.cut
+        if stale is not None:
+            os.close(stale.fd)
+            unlink_quietly(stale.path)
 
     def _undo_flush(self, shard: int) -> None:
         os.ftruncate(shard, self._settled_size)

@@ -1,0 +1,206 @@
+"""Committing what is filled: payload first, frames last, and all undone that a failure leaves half-done.
+
+What a failed write leaves behind is undone by the first thread that has both the fill lock and the right to write;
+until then nothing else is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+from spool.errors import SpoolError, StorageError
+from spool.stores.local import map_os_error
+from spool.write.group import Group, Ticket
+from spool.write.pack import Mark, Pack
+
+log = logging.getLogger("spool.write")
+
+OnCommit = Callable[[int, int], None]
+
+
+class Committer:
+    """Writes the open pack of a stream on behalf of the threads that append to it.
+
+    Args:
+        path: the stream's folder, for messages.
+        sync: make all durable before it counts as committed.
+        on_commit: told the pack and the end of its log after each group of events.
+
+    Attributes:
+        pack: the open pack; set with the fill lock held, when nothing is published that is not written.
+    """
+
+    def __init__(self, path: str, *, sync: bool, on_commit: OnCommit | None) -> None:
+        self.pack: Pack | None = None
+        self._path = path
+        self._sync = sync
+        self._on_commit = on_commit
+        self._group: Group[tuple[Pack | None, list[Mark]]] = Group(self._published, self._write)
+        self._failure: BaseException | None = None
+        self._spoiled = False
+
+    @property
+    def open_pack(self) -> Pack:
+        """The open pack, where there must be one."""
+        assert self.pack is not None, "no pack is open"
+        return self.pack
+
+    # -- with the fill lock --------------------------------------------------------------------------------------------
+
+    def publish(self, data: bytes) -> Ticket | None:
+        """Hand what is filled to the next leader, with the frame of its event, or to keep where that is empty.
+
+        Returns:
+            The ticket to `wait` for; None where there is nothing to wait for.
+
+        Raises:
+            SpoolError: a write has failed meanwhile; `undo` what was filled.
+        """
+        with self._group.mutex:
+            if self._failure is not None:
+                raise self.error(self._failure)
+            self.open_pack.publish_whole(keep=not data)
+            if not data:
+                return None
+            ticket = Ticket(data)
+            self._group.enqueue(ticket)
+            return ticket
+
+    def drain(self) -> None:
+        """Have all that is filled written out, even a part of an append.
+
+        Raises:
+            SpoolError: it could not be.
+        """
+        ticket = Ticket()
+        with self._group.mutex:
+            if self._failure is not None:
+                raise self.error(self._failure)
+            self.open_pack.publish_part()
+            self._group.enqueue(ticket)
+        error = self.wait(ticket)
+        if error is not None:
+            raise self.error(error) from error
+
+    def undo(self) -> None:
+        """Drop what an append filled that is not published whole.
+
+        Raises:
+            SpoolError: it could not be cut off on disk.
+        """
+        if self.pack is None or self._failure is not None:
+            return  # nothing, or left to `repair`
+        if not self.pack.has_partial:
+            self.pack.forget()
+            return
+        with self._group.exclusive(), self._mapped():
+            self.pack.rewind(to_kept=False)
+
+    def repair(self) -> Pack | None:
+        """Undo a failed write: back to what is committed or held.
+
+        Returns:
+            A pack that cannot be gone on with, since what was written may not be on disk; it is no longer the open one.
+
+        Raises:
+            SpoolError: it could not be undone; nothing can be published until it is.
+        """
+        if self._failure is None:
+            return None
+        with self._group.exclusive(), self._mapped():
+            pack, spoiled = self.pack, self._spoiled
+            if pack is not None:
+                pack.rewind(to_kept=True)
+            if pack is not None and spoiled:
+                pack.write(pack.marks())
+                pack.settle()
+                self.pack = None
+            self._failure, self._spoiled = None, False
+        return pack if spoiled else None
+
+    # -- without it ----------------------------------------------------------------------------------------------------
+
+    def wait(self, ticket: Ticket) -> BaseException | None:
+        """Return when a published ticket is served, or why it failed."""
+        self._group.run(ticket)
+        return ticket.error
+
+    def error(self, error: BaseException) -> SpoolError:
+        """Return an error of one's own for what failed in the thread that wrote."""
+        if isinstance(error, SpoolError):
+            return type(error)(str(error), **error.details)
+        if isinstance(error, OSError):
+            return map_os_error(error, what="append to", path=self._path)
+        return StorageError(f"the thread that wrote to {self._path} was interrupted ({error!r}); append again")
+
+    # -- the leader of a group -----------------------------------------------------------------------------------------
+
+    def _published(self) -> tuple[Pack | None, list[Mark]]:
+        return self.pack, self.pack.marks() if self.pack else []
+
+    def _write(self, batch: list[Ticket], published: tuple[Pack | None, list[Mark]]) -> None:
+        pack, marks = published
+        assert pack is not None, "a ticket without a pack"
+        tickets = [ticket for ticket in batch if ticket.frame]
+        try:
+            self._write_payload(pack, marks)
+            if tickets:
+                self._write_frames(pack, tickets)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        with self._group.mutex:
+            for tape, _, whole in marks:
+                tape.kept = max(tape.kept, whole)
+        pack.settle()
+        if tickets and self._on_commit is not None:
+            try:
+                self._on_commit(pack.number, pack.log.end)
+            except Exception:
+                log.exception("the commit hook of %s failed; the events are committed", self._path)
+
+    def _write_payload(self, pack: Pack, marks: list[Mark]) -> None:
+        pack.write(marks)
+        if self._sync:
+            with self._spoils():
+                pack.sync()
+
+    def _write_frames(self, pack: Pack, tickets: list[Ticket]) -> None:
+        end, n_events = pack.log.end, pack.log.n_events
+        n_whole, error = pack.log.append([ticket.frame for ticket in tickets])
+        if n_whole and self._sync:
+            try:
+                with self._spoils():
+                    pack.log.sync()
+            except OSError:
+                pack.log.cut(end, n_events)
+                raise
+        if error is not None and n_whole == 0:
+            raise error
+        for ticket in tickets[n_whole:]:
+            ticket.error = error
+
+    @contextlib.contextmanager
+    def _spoils(self) -> Iterator[None]:
+        """A failed sync spoils the pack: the kernel may have dropped what it could not write."""
+        try:
+            yield
+        except Exception:
+            self._spoiled = True
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        with self._group.mutex:
+            self._failure = error
+            failed = self._group.fail_queued(error)
+        for ticket in failed:
+            ticket.wake()
+
+    @contextlib.contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self.error(error) from error
