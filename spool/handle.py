@@ -267,17 +267,17 @@ class Spool:
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
         by_index = self._steps_of(ref.session_id)
+        path = []
         index: int | None = self._step_of(ref)
-        parts: list[list[Any]] = []
-        wanted: int | None = None
         while index is not None:
-            event = self._feeder.read_event(by_index[index])
+            path.append(by_index[index])
+            event = path[-1].event
+            index = event.parent if event.inherited_messages else None
+        messages: list[Any] = []
+        for event in reversed(self._feeder.read_events(path)):
             assert isinstance(event, StepCommitted)
-            own = message_format.decode_messages(event.messages)
-            parts.append(own if wanted is None else own[: max(0, wanted - event.inherited_messages)])
-            wanted = event.inherited_messages if wanted is None else min(wanted, event.inherited_messages)
-            index = event.parent if wanted else None
-        return [message for part in reversed(parts) for message in part]
+            messages[event.inherited_messages :] = message_format.decode_messages(event.messages)
+        return messages
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""

@@ -23,6 +23,9 @@ from spool.rollout.state import SessionState
 from spool.session import Session, SuspendToken
 from spool.write.stream import StreamWriter, create_stream
 
+ENDED_KEPT = 4096
+"""Sessions that ended here and that the index, at most 50 ms late, may not have yet."""
+
 
 class Recorder:
     """The writing side of a handle. A forked child starts with an empty one of its own.
@@ -56,6 +59,7 @@ class Recorder:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
@@ -106,6 +110,9 @@ class Recorder:
         """Drop a session that has ended from the live ones."""
         with self._own():
             self._sessions.pop(session_id, None)
+            self._ended[session_id] = None
+            if len(self._ended) > ENDED_KEPT:
+                del self._ended[next(iter(self._ended))]
 
     def expire(self, idle: Sequence[str]) -> list[str]:
         """End the sessions of ``idle`` that this process may end, as ``timeout``; return their ids."""
@@ -128,7 +135,9 @@ class Recorder:
             SessionStateError: the record has gone on since the token was made.
             LockedError: another live process records this session.
         """
-        self._feeder.catch_up()
+        # What this process records itself is known here, or in the index soon after it ended.
+        own = set(self._stream_names()) if session_id not in self._ended else set()
+        self._feeder.catch_up([name for name in self._feeder.stream_names() if name not in own])
         located = self._catalog.session_events(session_id)
         if not located:
             if token is not None:
@@ -157,14 +166,12 @@ class Recorder:
 
     def _message_tails(self, located: Sequence[Located]) -> dict[int, MessageTail]:
         tails: dict[int, MessageTail] = {}
-        for item in located:
-            if isinstance(item.event, StepCommitted):
-                event = self._feeder.read_event(item)
-                assert isinstance(event, StepCommitted)
-                parent = tails.get(event.parent) if event.parent is not None else None
-                tails[event.index] = resume(
-                    parent, event.inherited_messages, message_format.split_messages(event.messages)
-                )
+        steps = [item for item in located if isinstance(item.event, StepCommitted)]
+        for event in self._feeder.read_events(steps):
+            assert isinstance(event, StepCommitted)
+            parent = tails.get(event.parent) if event.parent is not None else None
+            own = message_format.split_messages(event.messages)
+            tails[event.index] = resume(parent, event.inherited_messages, own)
         return tails
 
     # -- streams and threads -----------------------------------------------------------------------------------------

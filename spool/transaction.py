@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 from collections.abc import Callable
 from types import TracebackType
@@ -90,4 +91,5 @@ class TransactionBlock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         held = self._exit()
-        await self._session.on_thread(lambda: self._session.end(held, keep=kind is None))
+        # A cancelled task must not leave the transaction neither kept nor dropped.
+        await asyncio.shield(self._session.on_thread(lambda: self._session.end(held, keep=kind is None)))

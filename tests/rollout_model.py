@@ -1,7 +1,7 @@
 """A session over plain lists, for comparison with `spool.rollout`, and a store of rows that never held a byte.
 
-A token is a pair (id, unit): unit is None or (key, rows it expands to). A stored row is the triple (field, step, position)
-that says who sent it for what.
+A token is a pair (id, unit): unit is None or (key, rows it expands to). A stored row is the triple (field, step,
+position) that says who sent it for what.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ class Session:
 
     def seen(self, transaction=None):
         return [
-            s
-            for _, s in sorted(self.steps.items())
-            if s.withdrawn_by is None and s.added_by in (None, transaction)
+            s for _, s in sorted(self.steps.items()) if s.withdrawn_by is None and s.added_by in (None, transaction)
         ]
 
     def children(self, index):
@@ -153,7 +151,9 @@ class Session:
         ]
         return max(found, default=(0, None))
 
-    def append(self, prompt, response, given, *, transaction=None, parent=None, step_id=None, finish=None, versions=None):
+    def append(
+        self, prompt, response, given, *, transaction=None, parent=None, step_id=None, finish=None, versions=None
+    ):
         """``given``: field -> set of positions."""
         tokens, n_prompt = [*prompt, *response], len(prompt)
         above, base = self.find_parent(prompt, transaction, parent)
@@ -174,7 +174,7 @@ class Session:
             elif spec.align == "forward":
                 first, last = forward(tokens, base), forward(tokens, shared)
                 have = below(have, first)
-                late = {p: v for p, v in more.items() if p == last >= first}
+                late = {p: v for p, v in more.items() if p == last and first <= p < forward(tokens, len(tokens))}
                 more = {p: v for p, v in more.items() if first <= p < last}
                 if self.prefer == "first":
                     chosen = {**late, **sent, **more, **have}
@@ -258,7 +258,9 @@ class Session:
                 if any(other.parent == step.index for other in seen):
                     continue
                 repeated = any(
-                    o.index > step.index and o.parent == step.parent and o.tokens[: o.n_prompt] == step.tokens[: step.n_prompt]
+                    o.index > step.index
+                    and o.parent == step.parent
+                    and o.tokens[: o.n_prompt] == step.tokens[: step.n_prompt]
                     for o in seen
                 )
                 if repeated and superseded == "drop":
@@ -345,7 +347,9 @@ class Pair:
         self.log = []
         self.pending = {}
 
-    def append(self, prompt, response, *, given=None, transaction=None, parent=None, step_id=None, versions=None, finish=None):
+    def append(
+        self, prompt, response, *, given=None, transaction=None, parent=None, step_id=None, versions=None, finish=None
+    ):
         """``given``: forward positions sent; everything where None. Other fields are always sent whole."""
         tokens = [*prompt, *response]
         rows = range(forward(tokens, len(tokens)))
@@ -361,10 +365,19 @@ class Pair:
             parent=parent, units=units_of(tokens), step_id=step_id, transaction=transaction,
         )  # fmt: skip
         step, stored, dropped = self.model.append(
-            prompt, response, sent, transaction=transaction, parent=parent, step_id=step_id, finish=finish, versions=names
+            prompt,
+            response,
+            sent,
+            transaction=transaction,
+            parent=parent,
+            step_id=step_id,
+            finish=finish,
+            versions=names,
         )
         assert (plan.index, plan.step_id, plan.parent, plan.base) == (step.index, step.step_id, step.parent, step.base)
-        assert {name: positions_of(ranges) for name, ranges in plan.store.items()} == {k: v for k, v in stored.items() if v}
+        assert {name: positions_of(ranges) for name, ranges in plan.store.items()} == {
+            k: v for k, v in stored.items() if v
+        }
         assert {name: positions_of(r) for name, r in plan.dropped.items()} == {k: v for k, v in dropped.items() if v}
         event = self.event_of(plan, names, finish)
         self.state.commit(event, transaction)
@@ -395,8 +408,8 @@ class Pair:
             spans.append(VersionSpan(name, at, at + n))
             at += n
         return StepCommitted(
-            "s", plan.index, plan.step_id, 2.0, plan.parent, plan.base, plan.n_prompt, plan.n_tokens, plan.n_rows, extents,
-            versions=tuple(spans), finish_reason=finish, units=plan.units,
+            "s", plan.index, plan.step_id, 2.0, plan.parent, plan.base, plan.n_prompt, plan.n_tokens, plan.n_rows,
+            extents, versions=tuple(spans), finish_reason=finish, units=plan.units,
             n_nonfinite=plan.index % 3 if plan.n_tokens > plan.n_prompt else 0,
             block_hashes=plan.block_hashes, prompt_hash=plan.prompt_hash, end_hashes=plan.end_hashes,
         )  # fmt: skip
@@ -440,7 +453,12 @@ class Pair:
         n = len(step.tokens)
         assert (ref.spool_id, ref.session_id, ref.group_id, ref.sample_index) == ("spool", "s", "g", 2)
         assert ref.roots == ("file:///x",)
-        assert (ref.index, ref.step_id, ref.parent, ref.finish_reason) == (step.index, step.step_id, step.parent, step.finish)
+        assert (ref.index, ref.step_id, ref.parent, ref.finish_reason) == (
+            step.index,
+            step.step_id,
+            step.parent,
+            step.finish,
+        )
         assert (ref.n_tokens, ref.n_rows, ref.response_start) == (n, row_of(step.tokens, n), step.n_prompt)
         assert [(s.step, s.start, s.stop, s.trained) for s in ref.spans] == (
             [(step.index, step.n_prompt, n, True)] if n > step.n_prompt else []

@@ -370,6 +370,8 @@ def test_zero_rows_that_are_not_all_are_let_through():
     rows[99] = 0
     rows[50, 0, 3] = 1
     assert len(take(rows, expert_field(QWEN), n_rows=101)) == 1
+    rows[98, 1] = 0
+    rows[3, 1, 2] = 4
     rows[20:40] = -1
     assert len(take(rows, expert_field(QWEN), n_rows=101)) == 2
     one = np.zeros((1, 40, 8), np.int32)

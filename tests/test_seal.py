@@ -17,12 +17,12 @@ from writing import SCHEMA, SMALL, check, check_stored, data, files, folder, put
 from spool.errors import CapacityError, IntegrityError, StorageError
 from spool.formats import records
 from spool.formats.frames import decode_event
-from spool.formats.shard import parse_rows
-from spool.model.fields import FieldSpec, Schema, numpy_dtype
+from spool.model.fields import FieldSpec, Schema
 from spool.stores.hot import HotStore
 from spool.write import seal
 from spool.write.log import read_log
 from spool.write.recover import recover
+from spool.write.stream import Run
 
 
 def open_array(root, name, array):
@@ -228,8 +228,6 @@ for seed in range(10_000):
 
 
 def test_sigkill_while_packs_are_sealed(tmp_path):
-    from spool.write.stream import Run
-
     for attempt in range(4):
         child = subprocess.Popen(
             [sys.executable, "-c", KILLED.format(tests=os.path.dirname(__file__)), str(tmp_path)],
@@ -257,16 +255,6 @@ def test_sigkill_while_packs_are_sealed(tmp_path):
             acknowledged
         )
         writer.close()
-
-
-def test_shards_go_past_the_page_cache_and_leave_whole_files(tmp_path):
-    writer = stream(tmp_path)
-    put(writer, data(SCHEMA, 0, 5000))
-    writer.close()
-    for spec in SCHEMA.arrays:
-        _, valid = parse_rows(open(f"{folder(tmp_path, writer.name)}/{spec.name}/zarr.json", "rb").read())
-        assert valid == [(0, 5000)]
-        assert numpy_dtype(spec.dtype).itemsize
 
 
 def test_an_unreadable_zarr_json_is_an_error_not_a_loss(tmp_path):

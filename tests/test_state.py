@@ -100,7 +100,7 @@ def test_any_session_is_that_of_the_model(small_blocks, data):
         pair.settle(transaction) if data.draw(st.booleans()) else pair.rollback(transaction)
     pair.check_steps()
     assert pair.state.next_index == pair.model.next_index
-    assert list(sorted(pair.state.steps)) == [s.index for s in pair.model.seen()]
+    assert sorted(pair.state.steps) == [s.index for s in pair.model.seen()]
 
 
 @soak
@@ -456,7 +456,7 @@ def test_a_chain_of_5000_steps():
     state, events, tokens, seconds = chain_of(5000, 30)
     assert [state.steps[i].parent for i in range(5000)] == [None, *range(4999)]
     hashing = best(lambda: prefix.Digests(tokens))
-    assert np.median(seconds[-100:]) < hashing + 1e-3
+    assert np.median(seconds[-100:]) < 10 * hashing
     again = SessionState.from_events("spool", reversed(events))
     assert again.ref(4999) == state.ref(4999)
     ref = again.ref(4999)

@@ -78,8 +78,8 @@ def test_a_head_cuts_inline_payload_and_steps_too():
     pair.append(plain(1, 2, 3), plain(4, 5))
     inline = {
         "token_ids": Inline("int32", (5,), bytes(20)), "loss_mask": Inline("uint8", (5,), bytes([0, 0, 0, 1, 1])),
-        "logprobs": Inline("float32", (2,), bytes(range(8))), "routed_experts": Inline("uint8", (4, 2, 2), bytes(range(16))),
-        "score": Inline("float32", (1,), bytes(4)),
+        "logprobs": Inline("float32", (2,), bytes(range(8))),
+        "routed_experts": Inline("uint8", (4, 2, 2), bytes(range(16))), "score": Inline("float32", (1,), bytes(4)),
     }  # fmt: skip
     ref = msgspec.structs.replace(pair.state.ref(0), inline=inline)
     part = head(ref, 4, FIELDS)
@@ -204,7 +204,7 @@ def test_no_routing_at_all_is_no_gap_and_a_gap_before_all_that_was_generated_lea
 def test_a_gap_inside_a_unit_ends_the_segment_before_its_token():
     pair = Pair()
     tokens = [(1, None), (9, ("k", 4)), (2, None)]
-    pair.append(tokens, plain(3, 4), given={0, 1, 2, 3, 4, 6})
+    pair.append(tokens, plain(3, 4), given={0, 1, 2, 3, 4, 5})
     (ref,) = check(pair, "lineage", gaps="keep")
     assert (ref.n_tokens, ref.n_rows) == (5, 8)
     (ref,) = check(pair, "lineage", trailing="keep")
@@ -246,7 +246,9 @@ def test_identity_and_outcome_travel():
     state = SessionState("spool", opened, roots=["file:///a"])
     plan = state.plan(ids(plain(1)), ids(plain(2)), given={})
     state.commit(
-        StepCommitted("s", 0, plan.step_id, 1.0, None, 0, 1, 2, 2, {}, prompt_hash=plan.prompt_hash, end_hashes=plan.end_hashes)
+        StepCommitted(
+            "s", 0, plan.step_id, 1.0, None, 0, 1, 2, 2, {}, prompt_hash=plan.prompt_hash, end_hashes=plan.end_hashes
+        )
     )
     expected = SegmentRef(
         spool_id="spool", session_id="s", group_id="g", sample_index=3, rollout_step=40, source="swe", prompt_id="p",
@@ -260,7 +262,8 @@ def test_identity_and_outcome_travel():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"view": "tree"}, {"trailing": "drop"}, {"gaps": None}, {"superseded": "cut"}, {"train_shared_prefix": "last"}]
+    "wrong",
+    [{"view": "tree"}, {"trailing": "drop"}, {"gaps": None}, {"superseded": "cut"}, {"train_shared_prefix": "last"}],
 )
 def test_unknown_options_are_refused(wrong):
     state = SessionState("spool", SessionOpened("s", 1.0))
@@ -276,7 +279,7 @@ def test_a_field_added_on_resume_needs_no_rows_of_earlier_steps():
     assert [r.n_tokens for r in segments(pair.state, "lineage")] == [3]
 
 
-def test_views_of_a_comb_of_many_leaves_are_quick():
+def test_a_comb_of_many_leaves_trains_everything_once():
     pair = Pair()
     tokens = plain(1)
     for i in range(150):
@@ -284,5 +287,5 @@ def test_views_of_a_comb_of_many_leaves_are_quick():
         pair.append([*tokens, *plain(2, 3, 100 + i)], plain(4))
         tokens = [*tokens, *plain(2, 3, 5)]
     refs = segments(pair.state, "lineage")
-    assert len(refs) == 151 - 1 + 1 or len(refs) == 150
+    assert [len(r.steps) for r in refs] == list(range(2, 152))
     assert sum(r.trainable_tokens for r in refs) == 150 * 3

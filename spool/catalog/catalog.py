@@ -77,6 +77,11 @@ class Catalog:
             return schema.check(connection, whole=True)
 
     @property
+    def damage(self) -> DamagedError | None:
+        """What a call of this process found wrong with the file; None once it is `reset`."""
+        return self._database.damage
+
+    @property
     def in_memory(self) -> bool:
         """The index is this process's own and gone with it."""
         return self._database.path is None

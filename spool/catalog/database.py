@@ -47,10 +47,15 @@ class Database:
     """A catalog file, or an index in memory (``path`` None).
 
     Safe from many threads and after a fork. A file that was deleted or replaced is noticed at the next operation.
+
+    Attributes:
+        path: the file; None in memory.
+        damage: what an operation found wrong with the file, until it is moved aside.
     """
 
     def __init__(self, path: str | None) -> None:
         self.path = path
+        self.damage: DamagedError | None = None
         self._links(_Link(), _Link() if path is not None else None)
         self._memory_epoch = 0
         _live.add(self)
@@ -103,6 +108,7 @@ class Database:
     def move_aside(self, damage: DamagedError) -> str | None:
         """Put a damaged file out of the way, so that the next operation makes a new one; return where it is."""
         self.close()
+        self.damage = None
         if self.path is None or damage.file is None:
             return None
         return schema.move_aside(self.path, damage.file)
@@ -127,8 +133,12 @@ class Database:
         name = self.path or "the catalog in memory"
         try:
             yield
+        except DamagedError as error:
+            self.damage = error
+            raise
         except (apsw.CorruptError, apsw.NotADBError) as error:
-            raise DamagedError(f"{name} is damaged: {error}", file=link.identity) from error
+            self.damage = DamagedError(f"{name} is damaged: {error}; it is made again", file=link.identity)
+            raise self.damage from error
         except apsw.FullError as error:
             raise CapacityError(f"no room to write {name}: {error}; free space on its disk", path=name) from error
         except (apsw.BusyError, apsw.LockedError, apsw.ProtocolError) as error:

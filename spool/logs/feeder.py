@@ -58,6 +58,7 @@ class _Known:
     """What this process remembers of a stream between two looks."""
 
     def __init__(self) -> None:
+        self.over = False  # its writer is gone and all its packs are sealed and known: nothing is ever added
         self.changed_ns: int | None = None
         self.logs: list[int] = []
         self.states: dict[int, LogState] = {}
@@ -85,6 +86,7 @@ class LogFeeder:
     def _forget(self) -> None:
         self._epoch: tuple[int, ...] | None = None
         self._known: dict[str, _Known] = {}
+        self._names: tuple[int, list[str]] | None = None
         self._problems: dict[Pack, Problem] = {}
 
     def _own(self) -> threading.RLock:
@@ -144,17 +146,44 @@ class LogFeeder:
         self._look(None)
 
     def _look(self, streams: Sequence[str] | None) -> None:
+        if self._catalog.damage is not None:
+            raise self._catalog.damage
         epoch = self._catalog.epoch
         if epoch != self._epoch:
             self._forget()
             self._epoch = epoch
-        for name in stream_names(self._root) if streams is None else streams:
+        for name in self._stream_names() if streams is None else streams:
             known = self._known.setdefault(name, _Known())
+            if known.over:
+                continue
             for _ in range(_LISTINGS):
                 if self._look_at(name, known):
                     break
                 # a log was sealed between listing and reading: list again
                 known.changed_ns = None
+
+    def stream_names(self) -> list[str]:
+        """Return the names of the root's streams."""
+        with self._own():
+            return self._stream_names()
+
+    def _stream_names(self) -> list[str]:
+        """Return the streams, listed anew where the folder that holds them changed."""
+        try:
+            changed_ns = os.stat(f"{self._root}/streams").st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = 0
+        if self._names is not None and self._names[0] == changed_ns:
+            return self._names[1]
+        names = stream_names(self._root)
+        self._names = (changed_ns, names) if time.time_ns() - changed_ns > RACY_NS else None
+        for gone in self._known.keys() - set(names):
+            self._drop(gone)
+        return names
+
+    def _drop(self, name: str) -> None:
+        self._known.pop(name, None)
+        self._problems = {key: problem for key, problem in self._problems.items() if key[0] != name}
 
     def _look_at(self, name: str, known: _Known) -> bool:
         folder = f"{self._root}/streams/{name}/records"
@@ -162,10 +191,11 @@ class LogFeeder:
             changed_ns = os.stat(folder).st_mtime_ns
             if changed_ns != known.changed_ns:
                 self._list(name, folder, known)
-                known.changed_ns = changed_ns if time.time_ns() - changed_ns > RACY_NS else None
+                settled = time.time_ns() - changed_ns > RACY_NS
+                known.changed_ns = changed_ns if settled else None
+                known.over = settled and not known.logs and not is_live(self._root, name)
         except FileNotFoundError:
-            self._known.pop(name, None)
-            self._problems = {key: problem for key, problem in self._problems.items() if key[0] != name}
+            self._drop(name)
             return True
         there = [self._feed_log(name, pack, known) for pack in known.logs]
         return all(there)

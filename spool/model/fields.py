@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import Any, Literal
 
 import ml_dtypes
@@ -33,11 +34,10 @@ MAX_SHARD_ROWS = 1 << 20
 MAX_VALUE_ROWS = 1 << 26
 
 
-def numpy_dtype(name: str) -> np.dtype[Any]:
+def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the little-endian numpy dtype called ``name``; ``bfloat16`` comes from ml_dtypes."""
-    if name == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
+    bits: Any = ml_dtypes.bfloat16 if name == "bfloat16" else name
+    dtype: np.dtype[np.generic] = np.dtype(bits).newbyteorder("<")
     return dtype
 
 
@@ -218,6 +218,7 @@ ROUTED_EXPERTS = "routed_experts"
 BUILT_IN = frozenset({"token_ids", "logprobs", "loss_mask", ROUTED_EXPERTS})
 
 
+@lru_cache(maxsize=64)
 def expert_field(shape: MoEShape, *, signed: bool = False) -> FieldSpec:
     """Return the spec of ``routed_experts`` for a model.
 

@@ -60,13 +60,14 @@ def cover(spec: FieldSpec, extents: Mapping[str, tuple[Extent, ...]]) -> Cover:
     Raises:
         IntegrityError: they overlap, are not in order, are empty, or a ragged field's are not paired.
     """
-    own, *partner = (extents.get(array.name, ()) for array in spec.arrays)
-    partners = partner[0] if partner else ()
+    own, partners = (extents.get(name, ()) for name in _names(spec))
     if spec.ragged and len(own) != len(partners):
         raise IntegrityError(
             f"field {spec.name!r}: {len(own)} extents of offsets but {len(partners)} of values; they must be pairs",
             field=spec.name,
         )
+    if not own:
+        return EMPTY
     ranges: list[Range] = []
     for extent in own:
         if extent.n < 1 or (ranges and extent.position < ranges[-1].stop):
@@ -84,7 +85,16 @@ def arrays(spec: FieldSpec, what: Cover) -> dict[str, tuple[Extent, ...]]:
     """Return ``what`` by stored array's name; nothing where it is empty."""
     if not what.extents:
         return {}
-    return dict(zip((array.name for array in spec.arrays), (what.extents, what.partners), strict=False))
+    first, second = _names(spec)
+    return {first: what.extents, second: what.partners} if spec.ragged else {first: what.extents}
+
+
+def _names(spec: FieldSpec) -> tuple[str, str]:
+    """Return the names of the array that is cut and of its partner, if it has one."""
+    if not spec.ragged:
+        return spec.name, ""
+    offsets, values = spec.arrays
+    return offsets.name, values.name
 
 
 def moved(what: Cover, position: int) -> Cover:
@@ -173,14 +183,18 @@ def normalized(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
 
 def cut_ranges(ranges: tuple[Range, ...], start: int, stop: int) -> tuple[Range, ...]:
     """Return the part of ascending ``ranges`` inside ``[start, stop)``."""
+    if not ranges or (start <= ranges[0].position and ranges[-1].stop <= stop):
+        return ranges
     low = max(bisect_right(ranges, start, key=_position) - 1, 0)
     high = bisect_left(ranges, stop, key=_position)
     clipped = ((max(r.position, start), min(r.stop, stop)) for r in ranges[low:high])
     return tuple(Range(first, last - first) for first, last in clipped if last > first)
 
 
-def subtract_ranges(ranges: Iterable[Range], taken: tuple[Range, ...]) -> tuple[Range, ...]:
+def subtract_ranges(ranges: tuple[Range, ...], taken: tuple[Range, ...]) -> tuple[Range, ...]:
     """Return ascending ``ranges`` without the positions of ascending ``taken``."""
+    if not taken:
+        return ranges
     left: list[Range] = []
     for whole in ranges:
         at = whole.position

@@ -163,7 +163,7 @@ def _plan_forward(sent: tuple[Range, ...], have: Cover, lent: Cover, lengths: Le
     tokens), another chain's row of the same tokens is better than a gap.
     """
     held = cut_ranges(have.ranges, 0, lengths.base_rows)
-    usable = cut(lent, lengths.base_rows, lengths.shared_rows + 1)
+    usable = cut(lent, lengths.base_rows, min(lengths.shared_rows + 1, lengths.rows))
     if prefer == "last":
         return FieldPlan(sent, subtract(usable, sent))
     settled = cut_ranges(usable.ranges, 0, lengths.shared_rows)

@@ -67,8 +67,7 @@ def segments(
         outcome = state.finalized.outcome
     indexes = state.visible(transaction)
     drafts = _timeline(state, indexes) if view == "timeline" else _lineage(state, indexes, options)
-    cuts = (_cut(draft, state.chain(draft.steps[-1]).covers, state.fields, options) for draft in drafts)
-    kept = [segment for segment in cuts if segment is not None]
+    kept = [segment for draft in drafts if (segment := _cut(state, draft, options)) is not None]
     if view == "lineage" and train_shared_prefix == "first":
         kept = _trained_once(kept)
     return [replace(segment, index=i, count=len(kept), outcome=outcome) for i, segment in enumerate(kept)]
@@ -173,19 +172,21 @@ def _trained_once(kept: Iterable[SegmentRef]) -> list[SegmentRef]:
     return result
 
 
-def _cut(
-    segment: SegmentRef, covers: Mapping[str, Cover], fields: Sequence[FieldSpec], options: _Options
-) -> SegmentRef | None:
+def _cut(state: SessionState, segment: SegmentRef, options: _Options) -> SegmentRef | None:
     """Return what is left of a whole segment, or None where nothing that was generated is."""
     end = _last_generated(segment, segment.n_tokens) if options.trailing == "cut" else segment.n_tokens
     rows = forward_rows(segment.units, end)
-    covered = _covered_rows(covers, fields, rows) if options.gaps == "cut" else rows
+    covered = rows
+    if options.gaps == "cut":
+        covered = _covered_rows(state.chain(segment.steps[-1]).covers, state.fields, rows)
     if covered < rows:
         end = tokens_within(segment.units, covered)
         if segment.spans and end <= segment.spans[0].start:
             return None
         end = _last_generated(segment, end) if options.trailing == "cut" else end
-    return head(segment, end, fields)
+    left = head(segment, end, state.fields)
+    n_nonfinite = sum(state.steps[step].n_nonfinite for step in {span.step for span in left.spans})
+    return left if n_nonfinite == left.n_nonfinite else replace(left, n_nonfinite=n_nonfinite)
 
 
 def _last_generated(segment: SegmentRef, end: int) -> int:

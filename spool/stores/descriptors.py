@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import deque
 
 from spool.stores.local import BLOCK, notice_buffered, open_direct
+
+WINDOW_BYTES = 256 << 10
+"""The page cache is accounted in windows of this size: one that is read again and again counts once."""
 
 
 class OpenFile:
@@ -60,21 +62,20 @@ class Descriptors:
     Args:
         root: the hot root, for the notice where direct reads are refused.
         max_open_files: descriptors kept; a file takes up to two. Files in use outlive their place here.
-        page_cache_bytes: what buffered reads may leave behind before the oldest is dropped.
+        page_cache_bytes: what buffered reads may leave behind before what was read longest ago is dropped.
     """
 
     def __init__(self, root: str, *, max_open_files: int, page_cache_bytes: int) -> None:
         self._root = root
         self._max_files = max(1, max_open_files // 2)
-        self._page_cache_bytes = page_cache_bytes
+        self._max_windows = page_cache_bytes // WINDOW_BYTES
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, locks included: what a forked child does before it reads."""
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
-        self._read: deque[tuple[str, int, int]] = deque()
-        self._read_bytes = 0
+        self._windows: dict[tuple[str, int], None] = {}
 
     def clear(self) -> None:
         """Let go of all files and the pages that were read of them."""
@@ -130,19 +131,21 @@ class Descriptors:
                 return None
 
     def was_read(self, file: OpenFile, offset: int, length: int) -> None:
-        """Note a buffered read; drop the pages of the oldest ones beyond the limit."""
-        surplus: list[tuple[OpenFile | None, int, int]] = []
+        """Note a buffered read; drop the windows that were read longest ago beyond the limit."""
+        surplus: list[tuple[OpenFile | None, int]] = []
         with self._lock:
-            if self._files.get(file.path) is not file:
-                # its pages were dropped when it lost its place, so nothing would drop these
-                surplus.append((file, offset, length))
-            else:
-                self._read.append((file.path, offset, length))
-                self._read_bytes += length
-            while self._read_bytes > self._page_cache_bytes:
-                path, first, n_bytes = self._read.popleft()
-                self._read_bytes -= n_bytes
-                surplus.append((self._files.get(path), first, n_bytes))
-        for old, first, n_bytes in surplus:
+            # the pages of a file that lost its place were dropped then, so nothing would drop these later
+            known = self._files.get(file.path) is file
+            for window in range(offset // WINDOW_BYTES, (offset + length - 1) // WINDOW_BYTES + 1):
+                if known:
+                    self._windows.pop((file.path, window), None)
+                    self._windows[file.path, window] = None
+                else:
+                    surplus.append((file, window))
+            while len(self._windows) > self._max_windows:
+                path, window = next(iter(self._windows))
+                del self._windows[path, window]
+                surplus.append((self._files.get(path), window))
+        for old, window in surplus:
             if old is not None:
-                old.drop_pages(first, n_bytes)
+                old.drop_pages(window * WINDOW_BYTES, WINDOW_BYTES)

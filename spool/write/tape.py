@@ -17,6 +17,7 @@ stream; until the move has landed, what is appended goes to the old tail and to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import NamedTuple
@@ -241,6 +242,8 @@ class Tape:
                 self._copy(shard, start, cut, 0, direct=self._direct)
             except OSError:
                 move.failed = True
+                with contextlib.suppress(OSError):  # `_land` tries again and says so
+                    os.ftruncate(shard, start)
             finally:
                 move.done.set()
 
@@ -269,7 +272,12 @@ class Tape:
 
     def _copy(self, fd: int, start: int, stop: int, base: int, *, direct: bool = False) -> None:
         """Write bytes ``[start, stop)`` of the ring to a file whose first byte is byte ``base`` of the shard."""
-        for part in self._ring.parts(start, stop):
+        parts = self._ring.parts(start, stop)
+        if len(parts) > 1:  # one call, so that a reader does not see a size without a tail to it
+            n = os.pwritev(fd, parts, start - base)
+            start += n - n % BLOCK if direct else n
+            parts = self._ring.parts(start, stop)
+        for part in parts:
             pwrite_all(fd, part, start - base, direct=direct)
             start += len(part)
 
