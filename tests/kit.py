@@ -35,6 +35,11 @@ def probabilities(tokens, n_prompt, salt=0) -> np.ndarray:
     return -(prefix_hashes(tokens, salt + 1)[n_prompt:] % 4096 / np.float32(256)).astype(np.float32)
 
 
+def session(sp, session_id="s", **more):
+    """Return a session of the small model; of a random name where ``session_id`` is None."""
+    return sp.session(session_id=session_id, experts=SHAPE, **more)
+
+
 def add(s, prompt, response, **more):
     """Append a step with all its routing and logprobs, unless ``more`` says otherwise."""
     tokens = [*prompt, *response]

@@ -12,7 +12,8 @@ How the rules were read, where they leave a choice:
 * Roots count as siblings: the first request sent again supersedes its first answer.
 * Lineage segments come in the order of their leaves. The first that holds a generated token trains it. A superseded
   leaf that is left out trains nothing, so the one that stays trains the prefix.
-* A segment is cut before the first missing row of its forward, then at its last generated token.
+* A segment is cut before the first missing row of its forward, then at its last generated token. A session that never
+  got a row has no gaps; of a chain without any row, in a session that has some elsewhere, either is taken.
 * Timeline segments are whole steps: nothing supersedes or cuts them unless asked.
 * Under ``first`` a row sent again fills a gap of the chain; a present row stays. Under ``last`` every row sent wins.
 * A trimmed chain keeps the rows of the tokens that stay; the row of its last one may be replaced.
@@ -79,7 +80,6 @@ class OracleSession:
     trim: int = 0
     steps: list = field(default_factory=list)
     finalized: bool = False
-    routed: bool = True
 
     # ---- append
 
@@ -215,10 +215,11 @@ class OracleSession:
     def segment(self, path, steps, trailing, gaps) -> OracleSegment:
         leaf, spans = steps[-1], self.spans(steps)
         end, certain = len(leaf.tokens), True
-        if gaps == "cut" and self.routed:
+        if gaps == "cut" and any(row != {GAP} for step in self.steps for row in step.rows):
             missing = [p for p, row in enumerate(leaf.rows) if GAP in row]
             if missing:
-                end, certain = missing[0] + 1, leaf.rows[missing[0]] == {GAP}
+                routed = any(row != {GAP} for row in leaf.rows)
+                end, certain = missing[0] + 1, routed and leaf.rows[missing[0]] == {GAP}
         generated = [t for _, start, stop in spans for t in range(start, min(stop, end))]
         if trailing == "cut":
             end = generated[-1] + 1 if generated else 0

@@ -82,9 +82,16 @@ def test_gap_cuts_before_it_and_at_the_last_generated_token():
     assert segment.steps == [0, 1]
 
 
+def test_a_session_without_routing_is_not_cut():
+    s = OracleSession()
+    s.append([1], [2, 3])
+    assert [(segment.tokens, segment.cut_tokens) for segment in s.lineage()] == [([1, 2, 3], 0)]
+    s.append([9], [8], rows=["r"])
+    assert [segment.certain for segment in s.lineage()] == [False, True]
+
+
 def test_retry_is_superseded_and_shared_prefix_trained_once():
     s = OracleSession()
-    s.routed = False
     s.append([1], [2])
     s.append([1, 2, 3], [4])
     s.append([1, 2, 3], [5])
@@ -99,7 +106,6 @@ def test_retry_is_superseded_and_shared_prefix_trained_once():
 
 def test_trailing_observations():
     s = OracleSession()
-    s.routed = False
     s.append([1], [2])
     s.append([1, 2, 3, 4], [])
     (cut,) = s.lineage()

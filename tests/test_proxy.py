@@ -73,6 +73,7 @@ def step_arguments(session, turn):
 async def rollout(sp, number, cancelled):
     """One session: its turns one after the other, some of them cancelled on the way."""
     rng = random.Random(number)
+    await asyncio.sleep(rng.random() / 2)
     s = sp.session(session_id=f"live-{number}", experts=SHAPE)
     for turn in range(N_TURNS):
         await asyncio.sleep(rng.random())

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import workers
-from kit import SHAPE, add, counting, probabilities, routing
+from kit import SHAPE, add, counting, probabilities, routing, session
 from numpy.testing import assert_array_equal
 
 import spool
@@ -31,10 +31,6 @@ from spool import (
 )
 
 spawn = multiprocessing.get_context("spawn")
-
-
-def session(sp, session_id="s", **more):
-    return sp.session(session_id=session_id, experts=SHAPE, **more)
 
 
 def tokens_of(sp, ref):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -29,10 +30,12 @@ from writing import (
 )
 
 from spool.errors import CapacityError, ConfigError, InputError, LockedError, SessionStateError, StorageError
+from spool.formats import records
 from spool.formats.frames import decode_event, encode_event
 from spool.formats.shard import parse_group
 from spool.model.events import Checkpointed, SessionOpened
 from spool.model.fields import LOSS_MASK, FieldSpec, Schema
+from spool.stores.hot import HotStore
 from spool.stores.local import read_file
 from spool.write.folder import lock_folder
 from spool.write.log import read_log
@@ -292,12 +295,23 @@ def test_many_threads_and_a_reader_that_follows(tmp_path, durability):
         except BaseException as error:
             failures.append(error)
 
+    store = HotStore(str(tmp_path))
+
+    def through_store(runs, arrays):
+        for spec in SCHEMA.arrays:
+            for run in runs[spec.name]:
+                pack, first = divmod(run.row, writer.layout.shard_rows[spec.name])
+                key = f"streams/{writer.name}/{spec.name}/c/{pack}" + "/0" * len(spec.shape)
+                with store.borrow(key, first * spec.row_bytes, run.n * spec.row_bytes) as view:
+                    assert bytes(view) == arrays[spec.name].tobytes()
+
     def read(seed):
         rng = np.random.default_rng(seed)
         try:
             while not stop.is_set():
                 if committed:
-                    check(tmp_path, writer, *committed[rng.integers(len(committed))])
+                    step = committed[rng.integers(len(committed))]
+                    through_store(*step) if seed else check(tmp_path, writer, *step)
         except BaseException as error:
             failures.append(error)
 
@@ -636,6 +650,69 @@ def test_a_failed_sync_of_a_flush_keeps_the_tail_that_was_synced(tmp_path, monke
     check(tmp_path, writer, runs, first)
 
 
+@pytest.mark.parametrize(("durability", "seed"), [("process", 1), ("process", 2), ("disk", 3)])
+def test_threads_on_a_disk_that_fails_at_random(tmp_path, monkeypatch, durability, seed):
+    """Calls of all kinds fail at random under eight threads; what was acknowledged is there, and nothing else."""
+    space = Free()
+    writer = stream(tmp_path, max_shard_bytes=4 << 20, durability=durability, space=space)
+    chance, on, kept, failures, n_refused = random.Random(seed), [True], [], [], [0]
+
+    def faulty(real, share):
+        def call(*args, **kwargs):
+            if on[0] and threading.current_thread().name.startswith("worker") and chance.random() < share:
+                if real is os_pwrite and chance.random() < 0.5:
+                    real(args[0], memoryview(args[1])[: len(args[1]) // 2 // 4096 * 4096], *args[2:])
+                raise OSError(chance.choice([28, 5]), "at random")
+            return real(*args, **kwargs)
+
+        return call
+
+    os_pwrite = os.pwrite
+    for name, share in {"pwrite": 0.03, "pwritev": 0.1, "fdatasync": 0.01, "open": 0.02, "ftruncate": 0.01}.items():
+        monkeypatch.setattr(os, name, faulty(getattr(os, name), share))
+
+    def work(thread):
+        try:
+            for i in range(25):
+                n = (1, 256, 1300, 5000, 15_000)[(i + thread) % 5]
+                arrays = data(SCHEMA, 100 * thread + i, n, logprobs=n // 3)
+                try:
+                    kept.append((put(writer, arrays, str(thread), i), arrays, (str(thread), i)))
+                except (CapacityError, StorageError):
+                    n_refused[0] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    def read():
+        try:
+            while on[0]:
+                for runs, arrays, _ in kept[-20:]:
+                    check(tmp_path, writer, runs, arrays)
+                time.sleep(0.001)
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(n,), name=f"worker{n}") for n in range(8)]
+    reader = threading.Thread(target=read)
+    for thread in [*workers, reader]:
+        thread.start()
+    for thread in workers:
+        thread.join()
+    on[0] = False
+    reader.join()
+    assert failures == []
+    assert n_refused[0] > 3 and len(kept) > 20
+    for runs, arrays, _ in kept:
+        check(tmp_path, writer, runs, arrays)
+    writer.close()
+    for runs, arrays, _ in kept:
+        check(tmp_path, writer, runs, arrays)
+    base = f"{folder(tmp_path, writer.name)}/records"
+    found = [decode_event(p) for name in os.listdir(base) for p in records.decode(read_file(f"{base}/{name}"))]
+    assert sorted((e.session_id, e.index) for e in found) == sorted(key for _, _, key in kept)
+    assert not [name for name in files(tmp_path, writer.name) if "tail" in name or name.endswith((".log", ".tmp"))]
+
+
 # -- age, hooks, the end -----------------------------------------------------------------------------------------------
 
 
@@ -652,6 +729,16 @@ def test_an_old_pack_rolls_with_the_next_append_or_by_a_timer(tmp_path):
     assert writer.position.pack == 2
     writer.close()
     assert [n for n in files(tmp_path, writer.name) if "records" in n] == ["records/0.arrow", "records/1.arrow"]
+
+
+def test_a_long_log_rolls_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("spool.write.stream.MAX_LOG_BYTES", 1000)
+    writer = stream(tmp_path, Schema())
+    for n in range(10):
+        writer.commit(encode_event(Checkpointed(f"{n}" * 300, 1.0)))
+    assert writer.position.pack == 2
+    writer.close()
+    assert [n for n in files(tmp_path, writer.name) if "records" in n] == [f"records/{n}.arrow" for n in range(3)]
 
 
 def test_flush_of_an_empty_pack_does_nothing(tmp_path):

@@ -7,13 +7,9 @@ import pickle
 import signal
 
 import numpy as np
-from kit import SHAPE, add, counting
+from kit import add, counting, session
 
 import spool
-
-
-def session(sp, session_id="s", **more):
-    return sp.session(session_id=session_id, experts=SHAPE, **more)
 
 
 def resume_and_append(uri, token, tokens):

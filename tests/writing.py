@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 import numpy as np
 from crc32c import crc32c
@@ -106,11 +107,10 @@ def read_bytes(root, name, spec, pack, start, stop, *, patience_s=5.0):
                 os.close(shard)
         if len(below) == stop - start:
             return below
-        try:
-            with open(f"{base}/{spec.name}/tail-{pack}-{size}", "rb") as tail:
-                got = below + os.pread(tail.fileno(), stop - start - len(below), start + len(below) - size)
-        except FileNotFoundError:
-            got = below
+        got = below
+        if start + len(below) >= size:  # else it was cut since
+            with suppress(FileNotFoundError), open(f"{base}/{spec.name}/tail-{pack}-{size}", "rb") as tail:
+                got += os.pread(tail.fileno(), stop - start - len(below), start + len(below) - size)
         if len(got) == stop - start:
             return got
         assert time.monotonic() < deadline, f"{path}: [{start}, {stop}) cannot be read: shard {size}, got {len(got)}"

@@ -78,9 +78,13 @@ class CommitLog:
         os.fdatasync(self._open_fd())
 
     def cut(self, end: int, n_events: int) -> None:
-        """Drop the frames behind ``end``, so that ``n_events`` are left."""
-        os.ftruncate(self._open_fd(), end)
+        """Drop the frames behind ``end``, so that ``n_events`` are left.
+
+        Raises:
+            OSError: they are still in the file; what is appended next overwrites them.
+        """
         self.end, self.n_events = end, n_events
+        os.ftruncate(self._open_fd(), end)
 
     def close(self) -> None:
         """Close the file."""

@@ -17,8 +17,13 @@ class Mover:
     def submit(self, job: Callable[[], None]) -> None:
         """Have ``job`` called soon, behind those before it; it must not raise."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="spool-mover", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="spool-mover", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had, or the interpreter ends
+                job()
+                return
+            self._thread = thread
         self._jobs.put(job)
 
     def close(self) -> None:

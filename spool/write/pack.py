@@ -139,11 +139,7 @@ class Pack:
             tape.settle()
 
     def close(self) -> None:
-        """Close its files.
-
-        Raises:
-            OSError: a shard file that could not be written cannot be cut.
-        """
+        """Close its files."""
         for tape in self._tapes:
             tape.close()
         self.log.close()

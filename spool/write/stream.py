@@ -31,6 +31,9 @@ from spool.write.tape import Tape
 
 log = logging.getLogger("spool.write")
 
+MAX_LOG_BYTES = 64 << 20
+"""A pack whose log has so many bytes takes no more events."""
+
 Durability = Literal["process", "disk"]
 
 
@@ -187,7 +190,7 @@ class StreamWriter:
         with self._fill_lock:
             if not self._over:
                 self._repair()
-                self._roll_aged()
+                self._roll_due()
 
     def flush(self) -> None:
         """Seal the open pack, and return when all packs so far are sealed.
@@ -249,7 +252,7 @@ class StreamWriter:
         """Make sure that there is an open pack to fill."""
         self._check_open()
         self._repair()
-        self._roll_aged()
+        self._roll_due()
         if self._committer.pack is None:
             self._open_pack()
 
@@ -346,9 +349,13 @@ class StreamWriter:
         self._next_pack += 1
         return pack
 
-    def _roll_aged(self) -> None:
+    def _roll_due(self) -> None:
+        """Roll a pack that is old, or has a long log (a stream of facts never fills a shard)."""
         pack, age = self._committer.pack, self._pack_age_s
-        if pack and age is not None and time.monotonic() - pack.opened >= age and not pack.is_empty:
+        if pack is None:
+            return
+        old = age is not None and time.monotonic() - pack.opened >= age and not pack.is_empty
+        if old or pack.log.end >= MAX_LOG_BYTES:
             self._roll(background=True)
 
     def _roll(self, *, background: bool) -> None:

@@ -94,11 +94,6 @@ class Tape:
         """The row of the array that is filled next."""
         return self._first_row + self.filled // self._row_bytes
 
-    @property
-    def tail_bytes(self) -> int:
-        """What the tail file may take at most."""
-        return self._ring.flush_bytes
-
     def piece(self, n: int) -> int:
         """Return how many of ``n`` rows to fill at once: all, or what half the ring holds."""
         return min(n, max(1, self._ring.n_bytes // 2 // self._row_bytes))
@@ -180,9 +175,9 @@ class Tape:
         self._written = min(self._written, end)
 
     def close(self) -> None:
-        """Close the files; what they hold stays."""
+        """Close the files, behind a move that is on its way; what they hold stays."""
         if self._move is not None:
-            self._land(self._move)
+            self._move.done.wait()
         self.abandon()
 
     def abandon(self) -> None:
