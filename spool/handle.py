@@ -12,7 +12,8 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool.audit import Audit, Report
+from spool import audit
+from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import Config, parse_uri, search_roots
 from spool.derived import derived_segments
@@ -41,37 +42,42 @@ T = TypeVar("T")
 MAX_TEXT_BYTES = 1024
 
 
-def open(uri: str | None = None, *, fields: Sequence[FieldSpec] = (), create: bool = True) -> Spool:  # noqa: A001
+def open(  # noqa: A001
+    uri: str | None = None, *, fields: Sequence[FieldSpec] = (), create: bool = True, readonly: bool = False
+) -> Spool:
     """Open a spool.
 
     Args:
         uri: ``file:///path?option=value`` or a path; ``$SPOOL_URI`` where None. The options are those of `Config`.
         fields: specs of the user's own fields, for every session of this handle.
         create: make the spool where there is none.
+        readonly: write nothing into the spool, not even into its index; nothing can be recorded, and none is created.
 
     Raises:
         ConfigError: the URI or the file system does not fit.
-        NotFoundError: there is no spool and ``create`` is false.
+        NotFoundError: there is no spool and it is not to be created.
     """
     config = parse_uri(uri)
-    identity = make_identity(config.root) if create else read_identity(config.root)
+    identity = make_identity(config.root) if create and not readonly else read_identity(config.root)
     if identity is None:
         raise NotFoundError(f"there is no spool at {config.root} (no spool.json)", root=config.root)
-    return Spool(config, identity.id, tuple(fields))
+    return Spool(config, identity.id, tuple(fields), readonly=readonly)
 
 
 class Spool:
     """An open spool; made by `open`. Safe from many threads, and after a fork."""
 
-    def __init__(self, config: Config, spool_id: str, fields: tuple[FieldSpec, ...] = ()) -> None:
+    def __init__(
+        self, config: Config, spool_id: str, fields: tuple[FieldSpec, ...] = (), *, readonly: bool = False
+    ) -> None:
         self.config = config
         self.spool_id = spool_id
         self._fields = fields
-        self._catalog = Catalog.open(os.path.join(config.root, "catalog.sqlite"))
+        self._catalog = Catalog.open(os.path.join(config.root, "catalog.sqlite"), readonly=readonly)
         self._feeder = LogFeeder(config.root, self._catalog)
         self._store = self._store_at(config.root)
         self._readers = {spool_id: Reader(self._store, threads=config.threads)}
-        self._recorder = Recorder(config, spool_id, self._catalog, self._feeder, self._inline)
+        self._recorder = Recorder(config, spool_id, self._catalog, self._feeder, self._inline, readonly=readonly)
         self._facts = Facts(self._recorder, fields, self._require)
 
     def __repr__(self) -> str:
@@ -251,7 +257,7 @@ class Spool:
             NotFoundError: no such session is recorded.
         """
         final = self._recorded(session_id).finalized
-        return list(final.segments) if final is not None else self.view(session_id)
+        return [self._catalog.with_late(ref) for ref in final.segments] if final is not None else self.view(session_id)
 
     def steps(self, session_id: str) -> list[StepRef]:
         """Return the references of a session's steps, in the order of append."""
@@ -261,8 +267,7 @@ class Spool:
     def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
         state = self._recorded(session_id)
-        outcome = state.finalized.outcome if state.finalized is not None else None
-        return segments(state, view, outcome=outcome, **options)
+        return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
@@ -461,19 +466,20 @@ class Spool:
             deep: re-read everything, check every checksum, and lint the routing.
             progress: called with bytes done and bytes in all.
         """
-        problems = [(f"stream {found.stream} pack {found.pack}", found.message) for found in self._feeder.catch_up()]
-        return self._audit().verify(problems, deep=deep, progress=progress)
+        problems = self._feeder.catch_up()
+        recorded = audit.Recorded(self._events(), self._catalog.offsets(), problems)
+        return audit.verify(self._store, recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
         self._feeder.catch_up()
-        return self._audit().usage()
+        return audit.usage(self._store, self._events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
         self._feeder.catch_up()
         totals = msgspec.structs.asdict(self._catalog.totals())
-        names = self._audit().stream_names()
+        names = self._feeder.stream_names()
         live = sum(is_live(self.config.root, name) for name in names)
         return {
             "root": self.config.root,
@@ -485,9 +491,13 @@ class Spool:
         }
 
     def rebuild(self) -> dict[str, Any]:
-        """Make the catalog anew from the commit logs, which alone count; return what it then holds."""
-        self._feeder.rebuild()
-        return msgspec.structs.asdict(self._catalog.totals())
+        """Make the catalog anew from the commit logs, which alone count.
+
+        Returns:
+            What it then holds, and as ``problems`` what of the logs could not be taken in.
+        """
+        problems = self._feeder.rebuild()
+        return {**msgspec.structs.asdict(self._catalog.totals()), "problems": [found.message for found in problems]}
 
     def recover(self, *, dry_run: bool = False) -> list[Recovered]:
         """Seal what dead writers left behind; live writers are left alone. Then end idle sessions."""
@@ -495,9 +505,6 @@ class Spool:
         if not dry_run:
             self.expire_idle()
         return found
-
-    def _audit(self) -> Audit:
-        return Audit(self.config.root, self._store, self._events())
 
     def _events(self) -> Iterator[Event]:
         for row in self._catalog.sessions():

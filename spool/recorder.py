@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from spool.catalog import Catalog, Located, Space
@@ -20,7 +20,8 @@ from spool.model.fields import Schema
 from spool.model.refs import SegmentRef
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
-from spool.session import Session, SuspendToken
+from spool.session import Recorded, Session, SuspendToken
+from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
 
 ENDED_KEPT = 4096
@@ -44,12 +45,15 @@ class Recorder:
         catalog: Catalog,
         feeder: LogFeeder,
         inline: Callable[[list[SegmentRef], Sequence[str]], list[SegmentRef]],
+        *,
+        readonly: bool = False,
     ) -> None:
         self.spool_id = spool_id
         self.append_timeout_s = config.append_timeout_s
         self.roots: tuple[str, ...] = (config.url,)
         self.inline = inline
         self._config = config
+        self._readonly = readonly
         self._catalog = catalog
         self._feeder = feeder
         self._space = Space(catalog, config.hot_bytes)
@@ -63,6 +67,7 @@ class Recorder:
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
+        self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
         self.known_tools: set[tuple[str, str]] = set()
 
@@ -80,8 +85,12 @@ class Recorder:
         """Return the live session of that id, or make it."""
         with self._own():
             live = self._sessions.get(opened.session_id)
-            if live is None:
-                live = self._sessions[opened.session_id] = Session(self, opened)
+            if live is not None:
+                live.check_same(opened)
+                return live
+            if opened.idle_s is not None:
+                self._upkeep.watch(opened.idle_s)
+            live = self._sessions[opened.session_id] = Session(self, opened)
             return live
 
     def go_on(self, opened: SessionOpened, token: SuspendToken) -> Session:
@@ -114,6 +123,12 @@ class Recorder:
             if len(self._ended) > ENDED_KEPT:
                 del self._ended[next(iter(self._ended))]
 
+    def _do_upkeep(self) -> None:
+        for writer in list(self._writers.values()):
+            writer.roll_if_aged()
+        for session in list(self._sessions.values()):
+            session.expire()
+
     def expire(self, idle: Sequence[str]) -> list[str]:
         """End the sessions of ``idle`` that this process may end, as ``timeout``; return their ids."""
         ended = []
@@ -127,8 +142,13 @@ class Recorder:
                 ended.append(session_id)
         return ended
 
-    def load(self, session_id: str, token: SuspendToken | None) -> tuple[SessionState, dict[int, MessageTail]] | None:
-        """Return the recorded state of a session that may go on here, or None where nothing is recorded.
+    def load(self, session_id: str, token: SuspendToken | None, *, own: bool = False) -> Recorded | None:
+        """Return what is recorded of a session that may go on here, or None where nothing is.
+
+        Args:
+            session_id: the session.
+            token: of its suspension, if it was.
+            own: it is this process's own, and this process's streams are to be read too.
 
         Raises:
             NotFoundError: there is a token, but no such session.
@@ -136,24 +156,48 @@ class Recorder:
             LockedError: another live process records this session.
         """
         # What this process records itself is known here, or in the index soon after it ended.
-        own = set(self._stream_names()) if session_id not in self._ended else set()
-        self._feeder.catch_up([name for name in self._feeder.stream_names() if name not in own])
-        located = self._catalog.session_events(session_id)
+        located = self._look_up(session_id, set() if own or session_id in self._ended else set(self._stream_names()))
         if not located:
             if token is not None:
                 raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
             return None
         state = SessionState.from_events(self.spool_id, [item.event for item in located], self.roots)
-        n_steps = len(state.visible())
-        if token is not None and token.n_steps != n_steps:
+        n_steps, n_openings = len(state.visible()), len(_openings(located))
+        if token is not None and (token.n_steps, token.n_openings) != (n_steps, n_openings):
             raise SessionStateError(
-                f"session {session_id!r} has {n_steps} steps, its token was made at {token.n_steps}: "
-                "another process went on with it",
+                f"session {session_id!r} has {n_steps} steps and was taken up {n_openings} times, its token was made "
+                f"at {token.n_steps} and {token.n_openings}: another process went on with it",
                 session_id=session_id,
             )
-        if token is None and not state.ended:
+        if token is None and not own and not state.ended:
             self._check_unowned(session_id, {item.stream for item in located})
-        return state, self._message_tails(located)
+        foreign = len(_openings(located, self._stream_names()))
+        return Recorded(state, self._message_tails(located), n_openings, foreign)
+
+    def check_alone(self, session_id: str, n_foreign: int) -> None:
+        """Check, once the session's opening is written here, that no other process has opened it meanwhile.
+
+        Each writes its opening first and looks then, so of two that do it at once at least one sees the other.
+
+        Args:
+            session_id: the session.
+            n_foreign: openings in streams of other processes that were known before.
+
+        Raises:
+            LockedError: another process did.
+        """
+        own = self._stream_names()
+        others = _openings(self._look_up(session_id, set(own)), own)
+        if len(others) != n_foreign:
+            raise LockedError(
+                f"session {session_id!r} was opened by another process at the same time (stream {others[-1].stream}); "
+                "one process records a session: give each its own id, or suspend and resume it",
+                session_id=session_id, stream=others[-1].stream,
+            )  # fmt: skip
+
+    def _look_up(self, session_id: str, known: Collection[str]) -> list[Located]:
+        self._feeder.catch_up([name for name in self._feeder.stream_names() if name not in known])
+        return self._catalog.session_events(session_id)
 
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
@@ -186,6 +230,10 @@ class Recorder:
         with self._own():
             writer = self._writers.get(schema.key)
             if writer is None:
+                if self._readonly:
+                    raise SessionStateError(f"the spool at {self._config.root} was opened to read only")
+                if self._config.pack_age_s is not None:
+                    self._upkeep.watch(self._config.pack_age_s)
                 if self._timer is None:
                     self._timer = FeedTimer(self._feeder, self._stream_names)
                 writer = self._writers[schema.key] = create_stream(
@@ -229,6 +277,7 @@ class Recorder:
             return
         with self._lock:
             self._closed = True
+        self._upkeep.close()
         if self._threads is not None:
             self._threads.shutdown(wait=True)
         if self._timer is not None:
@@ -237,3 +286,8 @@ class Recorder:
             writer.close()
         self._sessions.clear()
         self._writers.clear()
+
+
+def _openings(located: Sequence[Located], without: Collection[str] = ()) -> list[Located]:
+    """Return the openings among ``located`` that are not in the streams ``without``."""
+    return [item for item in located if isinstance(item.event, SessionOpened) and item.stream not in without]

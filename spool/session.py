@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from spool.errors import CapacityError, InputError, SessionStateError, StepConflictError
+from spool.errors import CapacityError, InputError, LockedError, SessionStateError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_ragged, content_key, json_facts, take
@@ -46,6 +48,9 @@ T = TypeVar("T")
 FIRST_WAIT_S = 0.005
 LONGEST_WAIT_S = 0.25
 
+FIXED = ("group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt", "prefer", "trim")
+"""What a session keeps from its opening, besides its fields."""
+
 
 class SuspendToken(Struct, frozen=True, forbid_unknown_fields=True):
     """What `Session.suspend` returns, as JSON."""
@@ -53,6 +58,23 @@ class SuspendToken(Struct, frozen=True, forbid_unknown_fields=True):
     spool: str
     session: str
     n_steps: int
+    n_openings: int
+
+
+class Recorded(NamedTuple):
+    """What is recorded of a session.
+
+    Attributes:
+        state: folded from its events.
+        tails: of the messages of its steps, by index.
+        n_openings: how often it was opened or resumed.
+        n_foreign: how often by streams that are not this process's.
+    """
+
+    state: SessionState
+    tails: dict[int, MessageTail]
+    n_openings: int
+    n_foreign: int
 
 
 class Host(Protocol):
@@ -79,8 +101,14 @@ class Host(Protocol):
     def executor(self) -> Executor:
         """Return the threads of the async twins."""
 
-    def load(self, session_id: str, token: SuspendToken | None) -> tuple[SessionState, dict[int, MessageTail]] | None:
-        """Return what is recorded of a session that may go on here, or None where nothing is."""
+    def load(self, session_id: str, token: SuspendToken | None, *, own: bool) -> Recorded | None:
+        """Return what is recorded of a session that may go on here, or None where nothing is.
+
+        With ``own``, it is recorded here, and this process's streams are read too.
+        """
+
+    def check_alone(self, session_id: str, n_foreign: int) -> None:
+        """Check that no other process opened the session but for ``n_foreign`` times."""
 
     def forget(self, session_id: str) -> None:
         """The session will not append any more."""
@@ -107,6 +135,10 @@ class Session:
         self._tails: dict[int, MessageTail] = {}
         self._in_stream: str | None = None
         self._suspended = False
+        self._blocks: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._doubtful = False
+        self._n_openings = self._n_foreign = 0
+        self._used_at = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<spool.Session {self.session_id!r}>"
@@ -189,6 +221,7 @@ class Session:
     def _append(self, step: StepInput) -> StepRef:
         with self._owned():
             state, held = self._open_state(), self._held()
+            self._used_at = time.monotonic()
             name = state.next_index if step.step_id is None else repr(step.step_id)
             what = f"step {name} of session {self.session_id!r}"
             self._check_declared(step, what)
@@ -222,8 +255,9 @@ class Session:
                 inherited_messages=tail.inherited,
                 metadata=json_facts(step.metadata, what),
             )
-            index = self._store(state, draft, held, what)
-            self._tails[index] = tail
+            with self._recording():
+                index = self._store(state, draft, held, what)
+                self._tails[index] = tail
             return state.ref(index)
 
     def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> int:
@@ -305,8 +339,9 @@ class Session:
                 self._check_no_transaction("finalised")
                 made = segments(state, view, outcome=outcome, **options)
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
-                self._commit(final)
-                state.finalize(final)
+                with self._recording():
+                    self._commit(final)
+                    state.finalize(final)
                 self._host.forget(self.session_id)
             elif (final.view, final.outcome, final.options) != (view, outcome, options):
                 raise SessionStateError(
@@ -335,11 +370,12 @@ class Session:
             index = state.resolve(step.index if isinstance(step, StepRef) else step, held)
             state.check_discard(index, held)
             event = StepDiscarded(self.session_id, index, time.time())
-            if held is None:
-                self._commit(event)
-            else:
-                held.events.append(event)
-            state.discard(event, held)
+            with self._recording():
+                if held is None:
+                    self._commit(event)
+                else:
+                    held.events.append(event)
+                state.discard(event, held)
 
     async def discard_async(self, step: str | int | StepRef) -> None:
         """`discard` on Spool's own threads."""
@@ -348,10 +384,22 @@ class Session:
     def abandon(self) -> None:
         """Withdraw the whole session; what `Spool.discard` does with a live one."""
         with self._owned():
-            event = SessionDiscarded(self.session_id, time.time())
-            self._commit(event)
-            self._state().abandon(event)
+            event, state = SessionDiscarded(self.session_id, time.time()), self._state()
+            with self._recording():
+                self._commit(event)
+                state.abandon(event)
             self._host.forget(self.session_id)
+
+    def expire(self) -> None:
+        """End the session as ``timeout`` if nothing was appended for longer than its ``idle_s``."""
+        idle_s = self._opened.idle_s
+        if idle_s is None or time.monotonic() - self._used_at < idle_s or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._state().ended:
+                self.finalize(outcome="timeout")
+        finally:
+            self._lock.release()
 
     def suspend(self) -> str:
         """Stop appending here and return a small JSON token; `Spool.resume` goes on with it in any process."""
@@ -361,9 +409,8 @@ class Session:
             self._ready_writer()
             self._suspended = True
             self._host.forget(self.session_id)
-            return msgspec.json.encode(
-                SuspendToken(self._host.spool_id, self.session_id, len(state.visible()))
-            ).decode()
+            token = SuspendToken(self._host.spool_id, self.session_id, len(state.visible()), self._n_openings)
+            return msgspec.json.encode(token).decode()
 
     def transaction(self) -> TransactionBlock:
         """Return a block (``with`` or ``async with``) whose appends hold together or, if it raises, are gone."""
@@ -393,24 +440,57 @@ class Session:
         with self._owned():
             self._open_state()
             self._check_no_transaction("put into another transaction")
-            return Held()
+            held = Held()
+            self._blocks.add(held)
+            return held
 
     def end(self, held: Held, *, keep: bool) -> None:
         """Commit or drop what ``held`` holds; used by `TransactionBlock`."""
         with self._owned():
-            held.open = False
-            state = self._state()
+            self._blocks.discard(held)
+            state, spoiled, held.open = self._state(), held.spoiled, False
+            if spoiled and not keep:
+                return  # nothing of it is in the state any more
             try:
-                if keep and held.events:
-                    self._commit(Transaction(tuple(held.events)))
-            except BaseException:
-                keep = False
+                if keep:
+                    self._check_whole(state, held)
+                    with self._recording():
+                        if held.events:
+                            self._commit(Transaction(tuple(held.events)))
+                        state.settle(held)
+            except Exception:
+                if not spoiled:
+                    state.rollback(held)
                 raise
-            finally:
-                (state.settle if keep else state.rollback)(held)
+            if not keep:
+                state.rollback(held)
+
+    def _check_whole(self, state: SessionState, held: Held) -> None:
+        """Refuse to commit a transaction that others have overtaken."""
+        if held.spoiled:
+            raise SessionStateError(
+                f"an append to session {self.session_id!r} was interrupted while this transaction was open; nothing of "
+                "it is kept, do it again",
+                session_id=self.session_id,
+            )
+        if held.events:
+            state.check_open()
 
     def _held(self) -> Held | None:
         return held_by_task(self)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Change record and state together: after an interruption in between, only the record knows what was done."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self._loaded, self._in_stream, self._doubtful = None, None, True
+            for held in self._blocks:
+                held.spoiled = True
+            raise
 
     def _check_no_transaction(self, verb: str) -> None:
         if self._held() is not None:
@@ -429,25 +509,31 @@ class Session:
 
     def _state(self) -> SessionState:
         if self._loaded is None:
-            recorded = self._host.load(self.session_id, self._token)
+            if self._doubtful:
+                # frames are written in their order, so behind this one lies all that the interrupted call handed over
+                self._opened = msgspec.structs.replace(self._opened, resumed=True, at=time.time())
+                self._ready_writer()
+            recorded = self._host.load(self.session_id, self._token, own=self._doubtful)
             if recorded is None:
                 self._loaded = SessionState(self._host.spool_id, self._opened, self._host.roots)
             else:
-                state, self._tails = recorded
-                self._adopt(state.opened)
-                self._loaded = state
+                self._tails, self._n_openings, self._n_foreign = recorded[1:]
+                self._adopt(recorded.state.opened)
+                self._loaded = recorded.state
+            self._doubtful = False
         return self._loaded
+
+    def check_same(self, wanted: SessionOpened) -> None:
+        """Refuse to be taken for a session that was to have other fields, rules or identity.
+
+        Raises:
+            SessionStateError: names what differs; what ``wanted`` leaves at its default is not compared.
+        """
+        _check_same(self._opened, wanted)
 
     def _adopt(self, recorded: SessionOpened) -> None:
         """Go on with a recorded session: its identity, rules and fields were fixed when it opened."""
-        declared = {spec.name: spec for spec in recorded.fields}
-        for spec in self._opened.fields:
-            if declared.get(spec.name) != spec:
-                raise SessionStateError(
-                    f"session {self.session_id!r} was opened with {declared.get(spec.name, 'no such field')}, "
-                    f"not with {spec}",
-                    field=spec.name,
-                )
+        _check_same(recorded, self._opened)
         self._opened = msgspec.structs.replace(recorded, resumed=True, at=time.time())
         self._schema = self._host.kept(self._opened)
 
@@ -462,11 +548,36 @@ class Session:
         writer = self._host.writer(self._schema)
         if self._in_stream != writer.name:
             writer.commit(encode_event(self._opened))
+            self._n_openings += 1
+            try:
+                self._host.check_alone(self.session_id, self._n_foreign)
+            except LockedError:
+                self._loaded = None
+                raise
             self._in_stream = writer.name
         return writer
 
     def _commit(self, event: Event) -> None:
         self._ready_writer().commit(encode_event(event))
+
+
+def _check_same(known: SessionOpened, wanted: SessionOpened) -> None:
+    plain = SessionOpened(session_id=wanted.session_id, at=wanted.at)
+    for name in FIXED:
+        asked, fixed = getattr(wanted, name), getattr(known, name)
+        if asked not in (getattr(plain, name), fixed):
+            raise SessionStateError(
+                f"session {known.session_id!r} was opened with {name}={fixed!r}, not {asked!r}; "
+                "use another session_id for another session",
+                session_id=known.session_id, name=name,
+            )  # fmt: skip
+    declared = {spec.name: spec for spec in known.fields}
+    for spec in wanted.fields:
+        if declared.get(spec.name) != spec:
+            raise SessionStateError(
+                f"session {known.session_id!r} was opened with {declared.get(spec.name, 'no such field')}, not {spec}",
+                session_id=known.session_id, field=spec.name,
+            )  # fmt: skip
 
 
 class _Patience:

@@ -35,11 +35,13 @@ class Held:
     Attributes:
         events: in the order they happened.
         open: the block has not ended.
+        spoiled: an interruption took from the session's state what the events say; they can only be dropped.
     """
 
     def __init__(self) -> None:
         self.events: list[Single] = []
         self.open = True
+        self.spoiled = False
 
 
 _current: contextvars.ContextVar[dict[int, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)

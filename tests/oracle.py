@@ -32,7 +32,7 @@ class RefusedError(Exception):
     """The rules forbid it; nothing changed."""
 
 
-@dataclass
+@dataclass(repr=False)
 class OracleStep:
     """One step, with everything that a reader of it sees."""
 
@@ -53,6 +53,9 @@ class OracleStep:
     @property
     def prompt(self) -> list:
         return self.tokens[: self.n_prompt]
+
+    def __repr__(self) -> str:
+        return f"step {self.index} after {self.parent}: {len(self.tokens)} tokens, {self.n_prompt} of prompt"
 
 
 @dataclass

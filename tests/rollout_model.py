@@ -187,7 +187,7 @@ class Session:
             if spec.align == "forward":
                 dropped[spec.name] = set(sent) - stored[spec.name]
         step = Step(
-            index, str(index) if step_id is None else step_id, above, base, tokens, n_prompt, finish,
+            index, f"#{index}" if step_id is None else step_id, above, base, tokens, n_prompt, finish,
             index % 3 if response else 0, list(versions or []), rows, transaction,
         )  # fmt: skip
         ends = {len(tokens) - cut for cut in range(min(self.trim, len(response)) + 1)}

@@ -102,6 +102,15 @@ def test_the_shared_prefix_is_a_block_boundary_or_a_known_end():
     assert index.longest_shared(Digests(tokens(280)), 280, lambda step: step == 0) == Match(0, 256)
 
 
+def test_of_equal_shared_prefixes_the_latest_step_counts_whether_it_ends_there_or_goes_on():
+    index = PrefixIndex()
+    index.add(event(0, tokens(256), 256), b"")
+    index.add(event(1, tokens(300), 290), b"")
+    prompt = Digests(np.append(tokens(256), tokens(9, 5000)))
+    assert index.longest_shared(prompt, 265, everyone) == Match(1, 256)
+    assert index.longest_end(prompt, 265, everyone) == Match(0, 256)
+
+
 def test_a_step_knows_only_what_lies_behind_its_base():
     whole = event(0, tokens(600), 590)
     child = event(1, tokens(1200), 1100, base=600)

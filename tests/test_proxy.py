@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import multiprocessing
 import random
 import threading
 import time
 
 import numpy as np
 import pytest
+import workers
 from conftest import SOAK
 from kit import SHAPE, counting, routing
 from numpy.testing import assert_array_equal
 
 import spool
+
+spawn = multiprocessing.get_context("spawn")
 
 N_SESSIONS = 500
 N_TURNS = 3 * SOAK
@@ -39,15 +44,29 @@ class Ticker:
             await asyncio.sleep(0.001)
             self.late_s.append(time.perf_counter() - before - 0.001)
 
-    def report(self, what):
-        """Print and return (99th percentile, 99.9th percentile, maximum), in seconds."""
-        p99, p999 = np.percentile(self.late_s, [99, 99.9])
-        worst = max(self.late_s)
-        print(
-            f"\n{what}: event loop late by p99 {p99 * 1e3:.1f} ms, p99.9 {p999 * 1e3:.1f} ms, max {worst * 1e3:.1f} ms "
-            f"over {len(self.late_s)} ticks"
-        )
-        return p99, p999, worst
+
+@contextlib.contextmanager
+def machine_noise():
+    """Yield a list that holds, afterwards, how late a process beside this one woke up meanwhile."""
+    late_s = []
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=workers.tick, args=(theirs,))
+    process.start()
+    ours.recv()
+    yield late_s
+    ours.send("stop")
+    late_s += ours.recv()
+    process.join(60)
+
+
+def report(what, late_s):
+    """Print and return (99th percentile, maximum) of ``late_s``, in seconds."""
+    p99, p999 = np.percentile(late_s, [99, 99.9])
+    print(
+        f"\n{what}: late by p99 {p99 * 1e3:.1f} ms, p99.9 {p999 * 1e3:.1f} ms, max {max(late_s) * 1e3:.1f} ms "
+        f"over {len(late_s)} ticks"
+    )
+    return p99, max(late_s)
 
 
 def prepared(session, turn):
@@ -90,20 +109,18 @@ async def rollout(sp, number, cancelled):
 
 
 async def drive(sp, cancelled):
-    """Return the sessions, how late the loop was beside them, and how late it is on this machine with nothing to do."""
-    async with Ticker() as idle:
-        await asyncio.sleep(1)
     async with Ticker() as ticker:
         sessions = await asyncio.gather(*(rollout(sp, number, cancelled) for number in range(N_SESSIONS)))
         await asyncio.sleep(0.05)
-    return sessions, ticker, idle
+    return sessions, ticker.late_s
 
 
 def test_500_live_sessions_append_at_once_and_the_loop_stays_free(sp):
     cancelled = set()
-    sessions, ticker, idle = asyncio.run(asyncio.wait_for(drive(sp, cancelled), TIMEOUT_S))
-    idle_p99, _, idle_worst = idle.report("an idle loop")
-    p99, _, worst = ticker.report(f"{N_SESSIONS} sessions")
+    with machine_noise() as noise_s:
+        sessions, late_s = asyncio.run(asyncio.wait_for(drive(sp, cancelled), TIMEOUT_S))
+    noise_p99, noise_worst = report("the machine", noise_s)
+    p99, worst = report(f"the event loop of {N_SESSIONS} sessions", late_s)
     assert cancelled
     held = [(number, ref) for number, s in enumerate(sessions) for ref in s.steps]
     present = {(number, int(ref.step_id.removeprefix("turn-"))) for number, ref in held}
@@ -118,8 +135,8 @@ def test_500_live_sessions_append_at_once_and_the_loop_stays_free(sp):
         assert_array_equal(sample["logprobs"], sent["logprobs"])
     listed = {(row.session_id, ref.step_id) for row in sp.sessions() for ref in sp.steps(row.session_id)}
     assert listed == {(f"live-{number}", f"turn-{turn}") for number, turn in present}
-    assert p99 < 0.010 + idle_p99
-    assert worst < 0.100 + idle_worst
+    assert p99 < 0.010 + noise_p99
+    assert worst < 0.100 + noise_worst
 
 
 def big_step(number):
@@ -162,7 +179,7 @@ def test_waiting_for_capacity_holds_no_thread_and_ends_in_an_error(open_spool):
         return results, other, n_threads, time.monotonic() - began, other_s, ticker
 
     results, other, n_threads, waited_s, other_s, ticker = asyncio.run(asyncio.wait_for(waiting(), TIMEOUT_S))
-    ticker.report("100 appends waiting for room")
+    report("the event loop while 100 appends wait for room", ticker.late_s)
     print(f"threads {n_threads}, other work took {other_s:.3f} s, gave up after {waited_s:.2f} s")
     assert all(isinstance(result, spool.CapacityError) for result in results)
     assert 2 < waited_s < 15

@@ -845,6 +845,14 @@ def test_rule_13_a_step_id_is_known_after_the_spool_was_opened_again(open_spool)
     assert len(s.steps) == 1
 
 
+def test_rule_13_a_step_without_an_id_never_collides_with_one_that_was_named(shared_sp):
+    s = session(shared_sp, None)
+    add(s, [1, 2], [3], step_id="1")
+    unnamed = add(s, [5, 6], [7])
+    assert (unnamed.index, len({ref.step_id for ref in s.steps})) == (1, 2)
+    assert add(s, [1, 2], [3], step_id="1").index == 0
+
+
 def test_rule_13_discard_withdraws_a_leaf(sp):
     s = session(sp)
     a = add(s, [1, 2], [3])
@@ -1019,6 +1027,8 @@ def test_rule_15_facts_arrive_late_from_any_process_and_the_last_wins(open_spool
         time.sleep(0.05)
     assert (ref.reward, ref.facts["judge"], ref.facts["passed"]) == (0.75, "a", True)
     assert [r.session_id for r in sp.segments(where="reward > 0.5 and n_tokens < 32768")] == ["s"]
+    for view in ("lineage", "timeline"):
+        assert [(r.reward, r.facts["passed"]) for r in sp.view("s", view)] == [(0.75, True)]
     assert list(sp.segments(where="reward > 0.8")) == []
     sp.close()
     for left in Path(spool_uri.removeprefix("file://")).glob("catalog.sqlite*"):
@@ -1112,6 +1122,14 @@ def test_rule_16_the_session_of_a_dead_writer_is_resumed_by_id(open_spool, spool
     assert_array_equal(sp.read(child)["routed_experts"], routing([1, 2, 3, 4, 5, 6, 7]))
     (segment,) = s.finalize()
     assert_array_equal(sp.read(segment)["token_ids"], [1, 2, 3, 4, 5, 6, 7])
+
+
+def test_rule_16_a_session_of_a_live_writer_is_not_taken_over(sp, spool_uri):
+    s = session(sp)
+    add(s, [1, 2], [3])
+    in_process(workers.fail_to_take_over, spool_uri)
+    assert add(s, [1, 2, 3], [4]).index == 1
+    assert [ref.n_tokens for ref in sp.steps("s")] == [3, 4]
 
 
 def test_rule_16_release_is_idempotent_and_outcomes_are_checked(sp):

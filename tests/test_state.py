@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -135,7 +136,7 @@ def test_plan_changes_nothing_and_says_what_is_written():
             ids([*counting(5), *plain(1, 2, 3)]), ids(plain(4)),
             given={"routed_experts": [(0, 8)], "token_ids": [(0, 9)], "logprobs": [(8, 1)]},
         )  # fmt: skip
-        assert (plan.index, plan.step_id, plan.parent, plan.base, plan.n_prompt) == (1, "1", 0, 7, 8)
+        assert (plan.index, plan.step_id, plan.parent, plan.base, plan.n_prompt) == (1, "#1", 0, 7, 8)
         assert plan.store == {"routed_experts": (Range(6, 2),), "token_ids": (Range(7, 2),), "logprobs": (Range(8, 1),)}
         assert plan.dropped == {"routed_experts": (Range(0, 6),)}
         assert (plan.shared, plan.donor, plan.n_shared) == ({}, 0, 7)
@@ -199,6 +200,19 @@ def test_the_same_placeholder_with_another_unit_is_another_prefix():
     assert pair.append([*plain(9, 9, 9), *plain(1, 2)], plain(3)).parent is None
     assert [pair.state.ref(i).n_rows for i in range(4)] == [7, 9, 9, 6]
     pair.check_steps()
+
+
+def test_units_of_the_parent_may_be_named_again_by_an_event():
+    pair = Pair()
+    tokens = [(9, ("k", 3)), (1, None)]
+    pair.append(tokens, plain(2))
+    plan = pair.state.plan(
+        ids([*tokens, *plain(2, 9)]), ids(plain(4)), given={}, units=[Unit("k", 0, 3), Unit("l", 3, 2)]
+    )
+    assert plan.units == (Unit("l", 3, 2),)
+    event = pair.event_of(plan, [], None)
+    pair.state.commit(msgspec.structs.replace(event, units=(Unit("k", 0, 3), Unit("l", 3, 2))))
+    assert pair.state.ref(1).units == (Unit("k", 0, 3), Unit("l", 3, 2))
 
 
 def test_equal_chains_the_untrimmed_wins_then_the_latest():

@@ -17,6 +17,13 @@ from oracle import GAP, OracleSession, RefusedError
 import spool
 
 FILL = -9
+LOOKS = [
+    ("timeline", {"superseded": "keep", "trailing": "keep", "gaps": "keep"}),
+    ("lineage", {}),
+    ("lineage", {"superseded": "keep", "train_shared_prefix": "all"}),
+    ("lineage", {"superseded": "keep", "gaps": "keep", "trailing": "keep"}),
+]
+TURNS = ["extend", "extend", "extend", "branch", "branch", "retry", "retry", "trim", "rewrite", "long", "abort"]
 LONG = counting(600)
 
 token = st.integers(1, 4)
@@ -43,12 +50,15 @@ class _Recorded:
 class SpoolMachine(RuleBasedStateMachine):
     """Everything a rollout worker may do to a few sessions, in any order."""
 
-    @initialize()
-    def begin(self):
+    @initialize(data=st.data())
+    def begin(self, data):
         self.folder = tempfile.TemporaryDirectory()
         self.uri = f"file://{self.folder.name}/spool"
         self.sp = spool.open(self.uri)
         self.sessions = {}
+        for prefer in ("first", "last"):
+            self.open_session(prefer, data.draw(st.integers(0, 1), label="trim"))
+            self.append(data, [1, 2], [3])
 
     def teardown(self):
         if hasattr(self, "sp"):
@@ -89,6 +99,25 @@ class SpoolMachine(RuleBasedStateMachine):
         live = self.sp.session(session_id=name, **keywords)
         self.sessions[name] = _Recorded(live, OracleSession(prefer=prefer, trim=trim), keywords)
 
+    @precondition(has_steps)
+    @rule(data=st.data(), turns=st.lists(st.sampled_from(TURNS), min_size=2, max_size=8))
+    def rollout(self, data, turns):
+        """Several turns of one session, as an agent takes them."""
+        session = self.pick_with_steps(data)
+        for turn in turns:
+            last = session.oracle.live()[-1]
+            observed, response = data.draw(some_tokens, label="observed"), data.draw(some_tokens, label="response")
+            prompt = {
+                "extend": [*last.tokens, *observed],
+                "branch": [*self.pick_step(data, session).tokens, *observed],
+                "retry": last.prompt,
+                "trim": [*last.tokens[:-1], *observed],
+                "rewrite": [*last.tokens[: len(last.tokens) * 2 // 3], 9, *observed],
+                "long": [*last.tokens, *LONG[:300]],
+                "abort": [*last.tokens, *observed],
+            }[turn]
+            self.send(data, session, prompt, [] if turn == "abort" else response)
+
     @precondition(alive)
     @rule(data=st.data(), prompt=tokens, response=tokens)
     def append(self, data, prompt, response):
@@ -100,43 +129,12 @@ class SpoolMachine(RuleBasedStateMachine):
         self.send(data, self.pick(data), [*LONG[:kept], *tail], response)
 
     @precondition(has_steps)
-    @rule(data=st.data(), observed=tokens, response=tokens)
-    def extend(self, data, observed, response):
-        session = self.pick_with_steps(data)
-        self.send(data, session, [*session.oracle.live()[-1].tokens, *observed], response)
-
-    @precondition(has_steps)
-    @rule(data=st.data(), observed=tokens, response=some_tokens)
-    def branch(self, data, observed, response):
-        session = self.pick_with_steps(data)
-        self.send(data, session, [*self.pick_step(data, session).tokens, *observed], response)
-
-    @precondition(has_steps)
     @rule(data=st.data(), observed=tokens, response=some_tokens)
     def branch_from_a_named_parent(self, data, observed, response):
         session = self.pick_with_steps(data)
         parent = self.pick_step(data, session)
         if parent.tokens:
             self.send(data, session, [*parent.tokens, *observed], response, parent=parent.index)
-
-    @precondition(has_steps)
-    @rule(data=st.data(), observed=tokens, response=some_tokens)
-    def extend_trimmed(self, data, observed, response):
-        session = self.pick_with_steps(data)
-        self.send(data, session, [*self.pick_step(data, session).tokens[:-1], *observed], response)
-
-    @precondition(has_steps)
-    @rule(data=st.data(), response=some_tokens)
-    def retry(self, data, response):
-        session = self.pick_with_steps(data)
-        self.send(data, session, self.pick_step(data, session).prompt, response)
-
-    @precondition(has_steps)
-    @rule(data=st.data(), summary=some_tokens, response=tokens)
-    def rewrite(self, data, summary, response):
-        session = self.pick_with_steps(data)
-        old = self.pick_step(data, session).tokens
-        self.send(data, session, [*old[: len(old) * 2 // 3], 9, *summary], response)
 
     @precondition(has_steps)
     @rule(data=st.data(), kind=st.sampled_from(["mask", "logprobs", "rows", "id", "version", "token", "parent"]))
@@ -261,22 +259,17 @@ class SpoolMachine(RuleBasedStateMachine):
         self.sp.annotate(session.live.session_id, reward=reward, note=f"{reward}")
         session.reward = reward
 
-    @precondition(alive)
-    @rule(data=st.data())
-    def suspend(self, data):
-        session = self.pick(data)
-        session.live = self.sp.resume(session.live.suspend())
+    @rule(data=st.data(), how=st.sampled_from(["suspend", "reopen", "rebuild"]))
+    def go_on(self, data, how):
+        if how == "suspend" and self.alive():
+            session = self.pick(data)
+            session.live = self.sp.resume(session.live.suspend())
+        else:
+            self.reopen(rebuild=how == "rebuild")
 
-    @rule()
-    def reopen(self):
+    def reopen(self, *, rebuild=False):
         self.sp.close()
-        self.sp = spool.open(self.uri)
-        self.find_sessions_again()
-
-    @rule()
-    def rebuild(self):
-        self.sp.close()
-        for path in glob.glob(f"{glob.escape(self.folder.name)}/spool/catalog.sqlite*"):
+        for path in glob.glob(f"{glob.escape(self.folder.name)}/spool/catalog.sqlite*") if rebuild else ():
             os.unlink(path)
         self.sp = spool.open(self.uri)
         self.find_sessions_again()
@@ -340,10 +333,9 @@ class SpoolMachine(RuleBasedStateMachine):
                 self.check_step(session, step)
             if not session.oracle.live():
                 continue
-            for view in ("timeline", "lineage"):
-                keep = {"superseded": "keep", "trailing": "keep", "gaps": "keep"} if view == "timeline" else {}
-                segments = self.sp.view(name, view, **keep)
-                self.check_view(session, view, segments, keep if view == "lineage" else {})
+            for view, options in LOOKS:
+                segments = self.sp.view(name, view, **options)
+                self.check_view(session, view, segments, options)
                 assert {ref.reward for ref in segments} <= {None, session.reward}
         rewards = {name: session.reward for name, session in self.sessions.items()}
         for ref in self.sp.segments():

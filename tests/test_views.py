@@ -161,6 +161,14 @@ def test_a_trimmed_token_is_trained_where_its_chain_still_has_it():
     assert first.trainable_tokens + second.trainable_tokens == 4
 
 
+def test_a_response_that_is_trimmed_whole_leaves_no_span():
+    pair = Pair(trim=1)
+    pair.append(plain(1, 2), plain(3), versions=["7"])
+    assert pair.append(plain(1, 2, 5), plain(6), versions=["8"]).parent == 0
+    (ref,) = check(pair, "lineage")
+    assert (ref.steps, ref.response_start, spans(ref)) == ((0, 1), 3, [(1, 3, 4, True)])
+
+
 def test_a_segment_ends_at_its_last_generated_token():
     pair = Pair()
     pair.append(plain(1, 2), plain(3))

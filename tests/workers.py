@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import time
 
 import numpy as np
 from kit import add, counting, session
@@ -38,6 +39,15 @@ def discard_session(uri):
         sp.discard("s")
 
 
+def fail_to_take_over(uri):
+    with spool.open(uri) as sp:
+        try:
+            add(session(sp), [1, 2, 3], [9])
+        except spool.LockedError:
+            return
+        raise AssertionError("a session that another process records was gone on with")
+
+
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -55,6 +65,17 @@ def append_and_die(uri):
     add(s, [1, 2], [3])
     add(s, [1, 2, 3, 4], [5])
     die()
+
+
+def tick(pipe):
+    """Wake every millisecond until told to stop, then send how late each time was: the machine's own noise."""
+    late_s = []
+    pipe.send("ready")
+    while not pipe.poll():
+        before = time.perf_counter()
+        time.sleep(0.001)
+        late_s.append(time.perf_counter() - before - 0.001)
+    pipe.send(late_s)
 
 
 def append_many(uri, worker, n_steps, barrier):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from spool.catalog import query, schema
+from spool.catalog import query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.history import session_events
@@ -37,17 +37,18 @@ class Catalog:
         """Open the catalog at ``path``, made where there is none.
 
         A file that is not a sound catalog of this version is moved aside (`moved_aside`) and begun anew. In a folder
-        that cannot be written to, the index lives in memory. Either way it is empty until it is fed from the logs.
+        that cannot be written to, the index lives in memory. It is as empty, or as old, as the file was until it is
+        fed from the logs.
 
         Args:
             path: the database file; its folder exists.
-            readonly: leave the folder as it is: an index in memory.
+            readonly: leave the folder as it is: an index in memory that begins with a copy of the file.
 
         Raises:
             StorageError: the file cannot be opened.
         """
         if readonly or not _writable(path):
-            return cls(Database(None))
+            return cls._copy_of(path)
         catalog = cls(Database(path))
         for _ in range(_OPENINGS):
             try:
@@ -55,6 +56,14 @@ class Catalog:
                 break
             except DamagedError as error:
                 catalog.reset(error)
+        return catalog
+
+    @classmethod
+    def _copy_of(cls, path: str) -> Catalog:
+        catalog = cls(Database(None))
+        if path:
+            with catalog._database.reading() as connection:
+                snapshot.load(path, connection)
         return catalog
 
     def _first_look(self, path: str) -> None:
@@ -204,6 +213,13 @@ class Catalog:
         """Return the late arrays of a session's segments and steps, the last of each target and field."""
         sid = self._sid(session_id)
         return query.attachments_of(self._run, sid) if sid is not None else ()
+
+    def with_late(self, ref: SegmentRef) -> SegmentRef:
+        """Return a segment's reference with the late facts and arrays that are known now."""
+        target = f"{ref.view}/{ref.index}"
+        facts = {**self.facts(ref.session_id), **self.facts(ref.session_id, target)}
+        attached = [late for late in self.attachments(ref.session_id) if late.target == target]
+        return query.with_late(ref, facts, attached)
 
     def released(self, session_id: str) -> tuple[Release, ...]:
         """Return the releases of a session's segments."""

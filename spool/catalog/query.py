@@ -147,11 +147,12 @@ def segment_refs(run: Execute, ids: Sequence[int]) -> list[SegmentRef]:
         if number in found:
             sid, target, data = found[number]
             late = {**facts.get((sid, ""), {}), **facts.get((sid, target), {})}
-            refs.append(_with_late(decode_ref(data), late, attached.get((sid, target), ())))
+            refs.append(with_late(decode_ref(data), late, attached.get((sid, target), ())))
     return refs
 
 
-def _with_late(ref: SegmentRef, facts: dict[str, Any], attached: Iterable[Attached]) -> SegmentRef:
+def with_late(ref: SegmentRef, facts: dict[str, Any], attached: Iterable[Attached]) -> SegmentRef:
+    """Return the reference with late facts and the extents of late arrays merged in."""
     changes: dict[str, Any] = {}
     if facts:
         reward = as_reward(facts.get("reward"))

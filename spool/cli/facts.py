@@ -1,4 +1,4 @@
-"""Sessions, steps and segments as flat facts for output."""
+"""Sessions, steps and segments as flat facts, and the columns they are shown in."""
 
 from __future__ import annotations
 
@@ -7,15 +7,56 @@ from typing import Any
 import msgspec
 
 from spool.catalog import SessionRow
+from spool.cli.output import Column
 from spool.model.refs import Ref, SegmentRef, StepRef
+
+SESSION_COLUMNS = (
+    Column("session_id", "SESSION"),
+    Column("state"),
+    Column("outcome"),
+    Column("status", "STATE"),
+    Column("reward", "REWARD", "number"),
+    Column("n_steps", "STEPS", "count"),
+    Column("n_tokens", "TOKENS", "count"),
+    Column("n_segments", "SEGMENTS", "count"),
+    Column("source", "SOURCE"),
+    Column("group_id", "GROUP"),
+    Column("sample_index", "SAMPLE", "number"),
+    Column("rollout_step", "ROLLOUT", "number"),
+)
+STEP_COLUMNS = (
+    Column("id"),
+    Column("index", "STEP", "number"),
+    Column("parent", "PARENT", "number"),
+    Column("n_prompt", "PROMPT", "count"),
+    Column("response_length", "RESPONSE", "count"),
+    Column("n_tokens", "TOKENS", "count"),
+    Column("version", "VERSION"),
+    Column("finish_reason", "FINISH"),
+    Column("step_id"),
+    Column("fields"),
+)
+SEGMENT_COLUMNS = (
+    Column("id", "SEGMENT"),
+    Column("n_tokens", "TOKENS", "count"),
+    Column("response_length", "RESPONSE", "count"),
+    Column("trainable_tokens", "TRAINED", "count"),
+    Column("reward", "REWARD", "number"),
+    Column("outcome", "OUTCOME"),
+    Column("n_steps", "STEPS", "count"),
+    Column("version", "VERSION"),
+    Column("finish_reason", "FINISH"),
+)
 
 
 def session_facts(row: SessionRow) -> dict[str, Any]:
     """Return a session's row as a flat mapping."""
-    return dict(msgspec.structs.asdict(row))
+    status = row.outcome if row.state == "final" else row.state
+    return {**msgspec.structs.asdict(row), "reward": row.reward, "status": status}
 
 
 def _common(ref: Ref) -> dict[str, Any]:
+    span = ref.version_span
     return {
         "session_id": ref.session_id,
         "group_id": ref.group_id,
@@ -24,9 +65,11 @@ def _common(ref: Ref) -> dict[str, Any]:
         "source": ref.source,
         "n_tokens": ref.n_tokens,
         "n_rows": ref.n_rows,
+        "n_prompt": ref.response_start,
         "response_length": ref.response_length,
         "trainable_tokens": ref.trainable_tokens,
-        "version_span": ref.version_span,
+        "version_span": span,
+        "version": None if span is None else span[0] if span[0] == span[1] else f"{span[0]}..{span[1]}",
         "finish_reason": ref.finish_reason,
         "n_nonfinite": ref.n_nonfinite,
         "fields": sorted(ref.extents),
@@ -47,6 +90,7 @@ def segment_facts(ref: SegmentRef) -> dict[str, Any]:
         "index": ref.index,
         "count": ref.count,
         "steps": list(ref.steps),
+        "n_steps": len(ref.steps),
         "outcome": ref.outcome,
         "reward": ref.reward,
         "facts": ref.facts,

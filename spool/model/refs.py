@@ -163,7 +163,7 @@ class StepRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="step"):
     """A step with its whole prompt and response; mask 1 on the response only.
 
     Attributes:
-        step_id: the caller's id, or ``index`` as text.
+        step_id: the caller's id, or ``#`` and ``index``.
         index: order of append in the session, from 0.
         parent: index of the step whose chain this one extends; None where a new chain begins.
     """

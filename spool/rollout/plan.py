@@ -31,7 +31,7 @@ class AppendPlan(Struct, frozen=True):
 
     Attributes:
         index: order in the session.
-        step_id: the caller's id, or ``index`` as text.
+        step_id: the caller's id, or ``#`` and ``index``.
         parent: index of the step whose chain this one extends, or None.
         base: tokens taken over from the parent's chain.
         n_prompt: tokens of the prompt.

@@ -209,7 +209,7 @@ class SessionState:
                 rows of the forward (forward; sent again or not, overlapping or not), (0, 1) (step).
             parent: id or index of the step to extend; found by the prompt where None.
             units: all multimodal units of prompt and response.
-            step_id: the caller's id; the index where None.
+            step_id: the caller's id; ``#`` and the index where None.
             transaction: the open transaction that the step is to belong to.
 
         Raises:
@@ -219,7 +219,7 @@ class SessionState:
             InputError: the prompt does not start with the chain of ``parent``, or rows or units do not fit the tokens.
         """
         self.check_open()
-        step_id = str(self.next_index) if step_id is None else step_id
+        step_id = f"#{self.next_index}" if step_id is None else step_id
         self._check_free(step_id, transaction)
         n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
         units = check_units(units, n_tokens)

@@ -1,0 +1,7 @@
+"""What is on disk against what was recorded: `verify`, and where the bytes are: `usage`."""
+
+from spool.audit.report import Finding, Report
+from spool.audit.usage import usage
+from spool.audit.verify import Recorded, verify
+
+__all__ = ["Finding", "Recorded", "Report", "usage", "verify"]

@@ -1,0 +1,113 @@
+"""What a check found, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from spool.sizes import format_size
+
+Kind = Literal["integrity", "unfinished", "lint"]
+
+MAX_STEPS = 8
+"""Steps that a finding names; it counts them all."""
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """Something that is not as it should be.
+
+    Attributes:
+        kind: ``integrity``: bytes are missing, short or altered; ``unfinished``: what a killed writer left, which
+            `recover` puts in order; ``lint``: stored as it was sent, but implausible.
+        text: what is wrong.
+        stream: the stream's name.
+        field: the stored array, or ``records``.
+        rows: the stored rows ``[start, stop)`` that it is about.
+        file: the file.
+        n_steps: recorded steps that name those rows.
+        steps: ids of the first `MAX_STEPS` of them.
+    """
+
+    kind: Kind
+    text: str
+    stream: str | None = None
+    field: str | None = None
+    rows: tuple[int, int] | None = None
+    file: str | None = None
+    n_steps: int = 0
+    steps: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Stream, field, rows and file in one line."""
+        place = f"{self.field or 'metadata'} of stream {self.stream}" if self.stream else ""
+        rows = f", rows [{self.rows[0]}, {self.rows[1]})" if self.rows else ""
+        return ", ".join(part for part in (place + rows, self.file) if part)
+
+
+class Report(Struct, frozen=True):
+    """What `Spool.verify` looked at and found.
+
+    Attributes:
+        deep: everything was read again.
+        n_sessions, n_packs, n_extents, n_bytes: what was looked at; bytes are those of the rows.
+        findings: in the order of the files.
+    """
+
+    deep: bool
+    n_sessions: int
+    n_packs: int
+    n_extents: int
+    n_bytes: int
+    findings: tuple[Finding, ...]
+
+    def summary(self) -> str:
+        """Return the report as one line."""
+        done = "re-read and checked" if self.deep else "found in place"
+        number = len(self.findings)
+        problems = f"{number} finding{'s' if number > 1 else ''}" if number else "nothing wrong"
+        return (
+            f"{self.n_sessions:,} sessions, {self.n_packs:,} packs, {self.n_extents:,} extents, "
+            f"{format_size(self.n_bytes)} {done}: {problems}"
+        )
+
+
+class Findings:
+    """Collects findings; one that goes on where the last one ended is merged into it."""
+
+    def __init__(self) -> None:
+        self._found: list[Finding] = []
+
+    def add(self, finding: Finding, steps: Sequence[str] = ()) -> None:
+        """Take in a finding about rows that ``steps`` name."""
+        finding = replace(finding, n_steps=len(steps), steps=tuple(steps[:MAX_STEPS]))
+        last = self._found[-1] if self._found else None
+        if last is not None and _goes_on(last, finding):
+            self._found[-1] = _merged(last, finding)
+        else:
+            self._found.append(finding)
+
+    def all(self) -> tuple[Finding, ...]:
+        """Return what was found."""
+        return tuple(self._found)
+
+
+def _goes_on(last: Finding, new: Finding) -> bool:
+    same = (last.kind, last.text, last.stream, last.field, last.file) == (
+        new.kind, new.text, new.stream, new.field, new.file
+    )  # fmt: skip
+    return same and last.rows is not None and new.rows is not None and new.rows[0] <= last.rows[1]
+
+
+def _merged(last: Finding, new: Finding) -> Finding:
+    assert last.rows is not None
+    assert new.rows is not None
+    return replace(
+        last,
+        rows=(last.rows[0], max(last.rows[1], new.rows[1])),
+        n_steps=last.n_steps + new.n_steps,
+        steps=(*last.steps, *new.steps)[:MAX_STEPS],
+    )

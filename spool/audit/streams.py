@@ -1,0 +1,68 @@
+"""What a root's streams say of themselves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from spool.errors import SpoolError
+from spool.formats import shard
+from spool.logs.streams import stream_names
+from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema
+from spool.stores.hot import HotStore
+
+
+class Stream(NamedTuple):
+    """A stream's group.
+
+    Attributes:
+        name: of the stream.
+        schema, layout: as its ``zarr.json`` says.
+        arrays: spec by array name.
+        fields: the field that an array belongs to, by array name.
+    """
+
+    name: str
+    schema: Schema
+    layout: Layout
+    arrays: dict[str, ArraySpec]
+    fields: dict[str, FieldSpec]
+
+    def shard_key(self, array: ArraySpec, row: int) -> str:
+        """Return the key of the shard that holds ``row``."""
+        pack = row // self.layout.shard_rows[array.name]
+        return f"streams/{self.name}/{shard.shard_key(array.name, 1 + len(array.shape), pack)}"
+
+
+class Streams:
+    """The streams of a root, each read once.
+
+    Args:
+        store: reads the root.
+    """
+
+    def __init__(self, store: HotStore) -> None:
+        self.store = store
+        self._known: dict[str, Stream | SpoolError] = {}
+
+    def names(self) -> list[str]:
+        """Return the names of the streams that are there."""
+        return stream_names(self.store.root)
+
+    def get(self, name: str) -> Stream | SpoolError:
+        """Return a stream, or why it cannot be read."""
+        if name not in self._known:
+            try:
+                self._known[name] = self._read(name)
+            except SpoolError as error:
+                self._known[name] = error
+        return self._known[name]
+
+    def _read(self, name: str) -> Stream:
+        schema, layout = shard.parse_group(self.store.read(group_key(name)))
+        fields = {array.name: spec for spec in schema.fields for array in spec.arrays}
+        return Stream(name, schema, layout, {array.name: array for array in schema.arrays}, fields)
+
+
+def group_key(stream: str) -> str:
+    """Return the key of a stream's metadata."""
+    return f"streams/{stream}/zarr.json"

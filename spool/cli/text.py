@@ -1,0 +1,60 @@
+"""Text that is safe to print, and numbers and times as people read them."""
+
+from __future__ import annotations
+
+import re
+import time
+import unicodedata
+
+_SUSPECT = re.compile(r"[^\x20-\x7e]")
+_NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as one line for a terminal or a tab-separated file.
+
+    Control characters, escape sequences, bidirectional and other invisible marks, and lone surrogates are shown as
+    escapes.
+    """
+    return _SUSPECT.sub(_shown, text)
+
+
+def safe_text(text: str) -> str:
+    """Return ``text`` for a terminal with its lines and tabs kept; else as `one_line`."""
+    return _SUSPECT.sub(lambda match: match[0] if match[0] in "\n\t" else _shown(match), text)
+
+
+def json_text(text: str) -> str:
+    """Return JSON text in which no character has an effect on a terminal; it says the same."""
+    return _SUSPECT.sub(_in_json, text)
+
+
+def _is_plain(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"
+
+
+def _shown(match: re.Match[str]) -> str:
+    char = match[0]
+    return char if _is_plain(char) else _NAMED.get(char) or ascii(char)[1:-1]
+
+
+def _in_json(match: re.Match[str]) -> str:
+    char = match[0]
+    # a line end is layout here: inside of JSON strings it is escaped already
+    if char == "\n" or _is_plain(char):
+        return char
+    units = char.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def count(value: int) -> str:
+    """Return a number with its thousands apart."""
+    return f"{value:,}"
+
+
+def iso_time(seconds: float) -> str:
+    """Return seconds since the epoch as UTC time; as they are where no calendar has them."""
+    try:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g}"
