@@ -17,6 +17,7 @@ How the rules were read, where they leave a choice:
 * Timeline segments are whole steps: nothing supersedes or cuts them unless asked.
 * Under ``first`` a row sent again fills a gap of the chain; a present row stays. Under ``last`` every row sent wins.
 * A trimmed chain keeps the rows of the tokens that stay; the row of its last one may be replaced.
+* A step that the caller did not name has an id that no other step of the session has.
 * Weight versions of tokens that left the chain leave with them.
 """
 
@@ -37,7 +38,7 @@ class OracleStep:
     """One step, with everything that a reader of it sees."""
 
     index: int
-    step_id: str
+    step_id: str | None  # None where the caller gave none
     parent: int | None
     base: int
     tokens: list
@@ -103,7 +104,7 @@ class OracleSession:
         found, base = self.find_parent(prompt, parent)
         step = OracleStep(
             index=index,
-            step_id=str(index) if step_id is None else step_id,
+            step_id=step_id,
             parent=found,
             base=base,
             tokens=tokens,

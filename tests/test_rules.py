@@ -847,10 +847,13 @@ def test_rule_13_a_step_id_is_known_after_the_spool_was_opened_again(open_spool)
 
 def test_rule_13_a_step_without_an_id_never_collides_with_one_that_was_named(shared_sp):
     s = session(shared_sp, None)
-    add(s, [1, 2], [3], step_id="1")
     unnamed = add(s, [5, 6], [7])
-    assert (unnamed.index, len({ref.step_id for ref in s.steps})) == (1, 2)
-    assert add(s, [1, 2], [3], step_id="1").index == 0
+    for number, name in enumerate(("1", "2", "#2", "#4", unnamed.step_id.replace("0", "6"))):
+        assert add(s, [1, 2], [3 + number], step_id=name).step_id == name
+    for number in range(4):
+        add(s, [5, 6], [8 + number])
+    assert len({ref.step_id for ref in s.steps}) == 10
+    assert add(s, [1, 2], [3], step_id="1").index == 1
 
 
 def test_rule_13_discard_withdraws_a_leaf(sp):
@@ -1102,7 +1105,8 @@ def test_rule_16_an_idle_session_ends_as_timeout(sp):
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        if sp.expire_idle():
+        sp.expire_idle()
+        if sp.view("s", "lineage")[0].outcome == "timeout":
             break
     assert sp.view("s", "lineage")[0].outcome == "timeout"
     with pytest.raises(SessionStateError):

@@ -233,7 +233,7 @@ class SpoolMachine(RuleBasedStateMachine):
             except spool.SessionStateError:
                 return
             raise AssertionError(f"inner step {step.index} was discarded") from None
-        session.live.discard(step.step_id)
+        session.live.discard(session.refs[step.index].step_id)
 
     @precondition(alive)
     @rule(
@@ -321,6 +321,7 @@ class SpoolMachine(RuleBasedStateMachine):
     def the_steps_are_those_of_the_oracle(self):
         for session in getattr(self, "sessions", {}).values():
             assert [ref.index for ref in session.live.steps] == [step.index for step in session.oracle.live()]
+            assert len({ref.step_id for ref in session.live.steps}) == len(session.live.steps)
 
     # ---- checks
 
@@ -343,7 +344,8 @@ class SpoolMachine(RuleBasedStateMachine):
 
     def check_step(self, session, step):
         ref, sent = session.refs[step.index], session.sent[step.index]
-        assert (ref.step_id, ref.index, ref.parent) == (step.step_id, step.index, step.parent)
+        assert (ref.index, ref.parent) == (step.index, step.parent)
+        assert ref.step_id == step.step_id or step.step_id is None
         assert (ref.n_tokens, ref.response_start, ref.finish_reason) == (
             len(step.tokens),
             step.n_prompt,
