@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from spool.catalog import Catalog, Located, Space
+from spool.catalog import Catalog, Located
 from spool.config import Config
-from spool.errors import LockedError, NotFoundError, SessionStateError
+from spool.errors import LockedError, NotFoundError, SessionStateError, SpoolError
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
-from spool.logs import FeedTimer, LogFeeder
+from spool.logs import FeedTimer, LogFeeder, Room
 from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import Schema
@@ -56,17 +56,18 @@ class Recorder:
         self._readonly = readonly
         self._catalog = catalog
         self._feeder = feeder
-        self._space = Space(catalog, config.hot_bytes)
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._opening = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
+        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
         self.known_tools: set[tuple[str, str]] = set()
@@ -75,9 +76,12 @@ class Recorder:
         """Return the lock, of this process."""
         if self._pid != os.getpid():
             self._reset()
+        self._check_open()
+        return self._lock
+
+    def _check_open(self) -> None:
         if self._closed:
             raise SessionStateError(f"the spool at {self._config.root} was closed; open it again")
-        return self._lock
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -227,33 +231,42 @@ class Recorder:
 
     def writer(self, schema: Schema) -> StreamWriter:
         """Return this process's stream of ``schema``, opened on first use."""
-        with self._own():
+        self._own()
+        writer = self._writers.get(schema.key)
+        if writer is not None:
+            return writer
+        # Making a stream syncs folders: meanwhile nobody who only starts a session shall wait.
+        with self._opening:
             writer = self._writers.get(schema.key)
             if writer is None:
-                if self._readonly:
-                    raise SessionStateError(f"the spool at {self._config.root} was opened to read only")
-                if self._config.pack_age_s is not None:
-                    self._upkeep.watch(self._config.pack_age_s)
-                if self._timer is None:
-                    self._timer = FeedTimer(self._feeder, self._stream_names)
-                writer = self._writers[schema.key] = create_stream(
-                    self._config.root,
-                    schema,
-                    space=self._space,
-                    durability=self._config.durability,
-                    pack_age_s=self._config.pack_age_s,
-                    direct=self._config.direct,
-                    on_commit=self._timer.notify,
-                )
+                writer = self._writers[schema.key] = self._make_writer(schema)
             return writer
+
+    def _make_writer(self, schema: Schema) -> StreamWriter:
+        self._check_open()
+        if self._readonly:
+            raise SessionStateError(f"the spool at {self._config.root} was opened to read only")
+        if self._config.pack_age_s is not None:
+            self._upkeep.watch(self._config.pack_age_s)
+        if self._timer is None:
+            self._timer = FeedTimer(self._feeder, self._stream_names)
+        return create_stream(
+            self._config.root,
+            schema,
+            space=self._room,
+            durability=self._config.durability,
+            pack_age_s=self._config.pack_age_s,
+            direct=self._config.direct,
+            on_commit=self._timer.notify,
+        )
 
     def _stream_names(self) -> list[str]:
         return [writer.name for writer in list(self._writers.values())]
 
     def record(self, event: Event) -> None:
         """Commit an event that brings no payload, in any stream of this process."""
-        with self._own():
-            writer = next(iter(self._writers.values()), None) or self.writer(Schema())
+        self._own()
+        writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
         writer.commit(encode_event(event))
 
     def executor(self) -> Executor:
@@ -272,20 +285,30 @@ class Recorder:
             writer.flush()
 
     def close(self) -> None:
-        """Wait for running appends, seal, unlock; open sessions may be resumed elsewhere."""
+        """Wait for running appends, seal, unlock; open sessions may be resumed elsewhere.
+
+        Raises:
+            SpoolError: a pack could not be sealed; all is let go of all the same, and recovery will seal it.
+        """
         if self._pid != os.getpid() or self._closed:
             return
-        with self._lock:
+        with self._lock, self._opening:
             self._closed = True
         self._upkeep.close()
         if self._threads is not None:
             self._threads.shutdown(wait=True)
         if self._timer is not None:
             self._timer.close()
+        failures = []
         for writer in self._writers.values():
-            writer.close()
+            try:
+                writer.close()
+            except SpoolError as error:
+                failures.append(error)
         self._sessions.clear()
         self._writers.clear()
+        if failures:
+            raise failures[0]
 
 
 def _openings(located: Sequence[Located], without: Collection[str] = ()) -> list[Located]:

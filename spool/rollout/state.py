@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -219,7 +220,7 @@ class SessionState:
             InputError: the prompt does not start with the chain of ``parent``, or rows or units do not fit the tokens.
         """
         self.check_open()
-        step_id = f"#{self.next_index}" if step_id is None else step_id
+        step_id = self._free_id(transaction) if step_id is None else step_id
         self._check_free(step_id, transaction)
         n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
         units = check_units(units, n_tokens)
@@ -281,6 +282,12 @@ class SessionState:
                 kind="finalized",
                 outcome=self.finalized.outcome,
             )
+
+    def _free_id(self, transaction: Hashable | None) -> str:
+        """Return an id for the next step that no caller has given."""
+        plain = f"#{self.next_index}"
+        ids = (plain + (f".{n}" if n else "") for n in count())
+        return next(step_id for step_id in ids if self._tree.holder(step_id, transaction) is None)
 
     def _check_free(self, step_id: str, transaction: Hashable | None) -> None:
         index = self._tree.holder(step_id, transaction)
