@@ -139,7 +139,7 @@ class Spool:
             metadata=dict(metadata or {}),
         )
         encode_event(opened)
-        return self._recorder.start(opened)
+        return self._recorder.start(opened, fresh=session_id is None)
 
     def resume(self, token: str) -> Session:
         """Go on, in this process, with a session that `Session.suspend` gave the token of.
@@ -480,14 +480,15 @@ class Spool:
         self._feeder.catch_up()
         totals = msgspec.structs.asdict(self._catalog.totals())
         names = self._feeder.stream_names()
-        live = sum(is_live(self.config.root, name) for name in names)
+        identity = read_identity(self.config.root)
         return {
             "root": self.config.root,
             "id": self.spool_id,
             "format": FORMAT,
-            "streams": len(names),
-            "live": live,
-            **totals,
+            "created_at": identity.created if identity is not None else None,
+            "n_streams": len(names),
+            "n_live": sum(is_live(self.config.root, name) for name in names),
+            **{name: number for name, number in totals.items() if name != "n_streams"},
         }
 
     def rebuild(self) -> dict[str, Any]:
@@ -497,7 +498,8 @@ class Spool:
             What it then holds, and as ``problems`` what of the logs could not be taken in.
         """
         problems = self._feeder.rebuild()
-        return {**msgspec.structs.asdict(self._catalog.totals()), "problems": [found.message for found in problems]}
+        totals = msgspec.structs.asdict(self._catalog.totals())
+        return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 
     def recover(self, *, dry_run: bool = False) -> list[Recovered]:
         """Seal what dead writers left behind; live writers are left alone. Then end idle sessions."""
@@ -518,11 +520,17 @@ class Spool:
         self._recorder.flush()
 
     def close(self) -> None:
-        """Seal what this process recorded and let everything go. Open sessions may be gone on with elsewhere."""
-        self._recorder.close()
-        self._catalog.close()
-        for reader in self._readers.values():
-            reader.close()
+        """Seal what this process recorded and let everything go. Open sessions may be gone on with elsewhere.
+
+        Raises:
+            SpoolError: a pack could not be sealed. Nothing is lost: `recover` seals it.
+        """
+        try:
+            self._recorder.close()
+        finally:
+            self._catalog.close()
+            for reader in self._readers.values():
+                reader.close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-from spool.catalog import Catalog, Located
+from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
 from spool.errors import LockedError, NotFoundError, SessionStateError, SpoolError
 from spool.formats import messages as message_format
@@ -85,8 +85,8 @@ class Recorder:
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def start(self, opened: SessionOpened) -> Session:
-        """Return the live session of that id, or make it."""
+    def start(self, opened: SessionOpened, *, fresh: bool = False) -> Session:
+        """Return the live session of that id, or make it; a ``fresh`` id was drawn here and is recorded nowhere."""
         with self._own():
             live = self._sessions.get(opened.session_id)
             if live is not None:
@@ -94,7 +94,7 @@ class Recorder:
                 return live
             if opened.idle_s is not None:
                 self._upkeep.watch(opened.idle_s)
-            live = self._sessions[opened.session_id] = Session(self, opened)
+            live = self._sessions[opened.session_id] = Session(self, opened, fresh=fresh)
             return live
 
     def go_on(self, opened: SessionOpened, token: SuspendToken) -> Session:
@@ -104,7 +104,8 @@ class Recorder:
             SessionStateError: it is live here.
         """
         with self._own():
-            if opened.session_id in self._sessions:
+            known = self._sessions.get(opened.session_id)
+            if known is not None and known.is_live:
                 raise SessionStateError(f"session {opened.session_id!r} is live in this process already")
             live = self._sessions[opened.session_id] = Session(self, opened, token)
         return live
@@ -200,8 +201,13 @@ class Recorder:
             )  # fmt: skip
 
     def _look_up(self, session_id: str, known: Collection[str]) -> list[Located]:
-        self._feeder.catch_up([name for name in self._feeder.stream_names() if name not in known])
-        return self._catalog.session_events(session_id)
+        names = [name for name in self._feeder.stream_names() if name not in known]
+        try:
+            self._feeder.catch_up(names)
+            return self._catalog.session_events(session_id)
+        except DamagedError:  # only the question met the damage: the index is made again by feeding it
+            self._feeder.catch_up()
+            return self._catalog.session_events(session_id)
 
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):

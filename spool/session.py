@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from spool.errors import CapacityError, InputError, LockedError, SessionStateError, StepConflictError
+from spool.errors import CapacityError, InputError, LockedError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_ragged, content_key, json_facts, take
@@ -123,7 +123,9 @@ class Session:
     Made by `Spool.session`. Safe from many threads and tasks: the appends of one session happen one after the other.
     """
 
-    def __init__(self, host: Host, opened: SessionOpened, token: SuspendToken | None = None) -> None:
+    def __init__(
+        self, host: Host, opened: SessionOpened, token: SuspendToken | None = None, *, fresh: bool = False
+    ) -> None:
         self.session_id = opened.session_id
         self._host = host
         self._opened = opened
@@ -137,6 +139,7 @@ class Session:
         self._suspended = False
         self._blocks: weakref.WeakSet[Held] = weakref.WeakSet()
         self._doubtful = False
+        self._fresh = fresh  # nobody else can know this id
         self._n_openings = self._n_foreign = 0
         self._used_at = time.monotonic()
 
@@ -458,7 +461,7 @@ class Session:
                         if held.events:
                             self._commit(Transaction(tuple(held.events)))
                         state.settle(held)
-            except Exception:
+            except SpoolError:
                 if not spoiled:
                     state.rollback(held)
                 raise
@@ -481,10 +484,13 @@ class Session:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[None]:
-        """Change record and state together: after an interruption in between, only the record knows what was done."""
+        """Change record and state together: after an interruption in between, only the record knows what was done.
+
+        An interruption is whatever a signal handler raises, and Spool does not.
+        """
         try:
             yield
-        except Exception:
+        except SpoolError:
             raise
         except BaseException:
             self._loaded, self._in_stream, self._doubtful = None, None, True
@@ -513,7 +519,8 @@ class Session:
                 # frames are written in their order, so behind this one lies all that the interrupted call handed over
                 self._opened = msgspec.structs.replace(self._opened, resumed=True, at=time.time())
                 self._ready_writer()
-            recorded = self._host.load(self.session_id, self._token, own=self._doubtful)
+            look = self._doubtful or not self._fresh
+            recorded = self._host.load(self.session_id, self._token, own=self._doubtful) if look else None
             if recorded is None:
                 self._loaded = SessionState(self._host.spool_id, self._opened, self._host.roots)
             else:
@@ -522,6 +529,11 @@ class Session:
                 self._loaded = recorded.state
             self._doubtful = False
         return self._loaded
+
+    @property
+    def is_live(self) -> bool:
+        """It was found to be this process's; not so where another process records it, or nothing was asked yet."""
+        return self._loaded is not None
 
     def check_same(self, wanted: SessionOpened) -> None:
         """Refuse to be taken for a session that was to have other fields, rules or identity.
@@ -550,7 +562,8 @@ class Session:
             writer.commit(encode_event(self._opened))
             self._n_openings += 1
             try:
-                self._host.check_alone(self.session_id, self._n_foreign)
+                if not self._fresh:
+                    self._host.check_alone(self.session_id, self._n_foreign)
             except LockedError:
                 self._loaded = None
                 raise

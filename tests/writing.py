@@ -111,7 +111,7 @@ def read_bytes(root, name, spec, pack, start, stop, *, patience_s=5.0):
         if start + len(below) >= size:  # else it was cut since
             with suppress(FileNotFoundError), open(f"{base}/{spec.name}/tail-{pack}-{size}", "rb") as tail:
                 got += os.pread(tail.fileno(), stop - start - len(below), start + len(below) - size)
-        if len(got) == stop - start:
+        if len(got) == stop - start and (os.stat(path).st_size if os.path.exists(path) else 0) == size:
             return got
         assert time.monotonic() < deadline, f"{path}: [{start}, {stop}) cannot be read: shard {size}, got {len(got)}"
         time.sleep(0.0005)

@@ -48,7 +48,9 @@ def prefix_hashes(tokens: Any) -> Any:
     """Return uint64 [T]: the same for the same tokens up to here."""
     values = np.asarray(tokens, np.uint64) + np.uint64(1)
     with np.errstate(over="ignore"):
-        sums = np.cumsum(values * (np.arange(len(values), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)))
+        sums = np.cumsum(
+            values * (np.arange(len(values), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1))
+        )
         sums ^= sums >> np.uint64(29)
         return sums * np.uint64(0xBF58476D1CE4E5B9)
 
@@ -57,7 +59,9 @@ def routing(tokens: Any) -> Any:
     """Return int32 [T-1, LAYERS, TOPK]; layer 0 is dense."""
     hashes = prefix_hashes(tokens)[: max(len(tokens) - 1, 0)]
     with np.errstate(over="ignore"):
-        first = (hashes[:, None] * (2 * np.arange(1, LAYERS, dtype=np.uint64) + np.uint64(1)) >> np.uint64(40)) & np.uint64(255)
+        first = (
+            hashes[:, None] * (2 * np.arange(1, LAYERS, dtype=np.uint64) + np.uint64(1)) >> np.uint64(40)
+        ) & np.uint64(255)
     out = np.zeros((len(hashes), LAYERS, TOPK), np.int32)
     out[:, 1:] = (first[:, :, None] + np.arange(TOPK, dtype=np.uint64) * np.uint64(31)).astype(np.int32) & 255
     return out
@@ -406,14 +410,19 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
     """Compare two dumps of the catalog."""
     for table, rows in one.items():
         if rows != other[table]:
-            only = [row for row in rows if row not in other[table]][:2], [row for row in other[table] if row not in rows][:2]
+            only = (
+                [row for row in rows if row not in other[table]][:2],
+                [row for row in other[table] if row not in rows][:2],
+            )
             raise AssertionError(f"{what}: {table} differs: {only}")
 
 
 # -- rounds --------------------------------------------------------------------------------------------------------------
 
 
-def kill_round(uri: str, seeds: list[int], after_s: float, *, n_threads: int = 3, claims: Claims | None = None) -> Claims:
+def kill_round(
+    uri: str, seeds: list[int], after_s: float, *, n_threads: int = 3, claims: Claims | None = None
+) -> Claims:
     """Start a writer for each seed, kill all ``after_s`` after they are ready; return what they had acknowledged."""
     claims = claims or Claims()
     command = [sys.executable, "-m", "tools.soak", "--write", uri, "--threads", str(n_threads), "--seed"]
@@ -500,7 +509,9 @@ def main() -> None:
             raise
         n_steps += len(claims.steps)
         shutil.rmtree(folder)
-        sys.stdout.write(f"round {number}: {len(claims.steps)} steps; {n_steps} in {time.monotonic() - started:.0f} s\n")
+        sys.stdout.write(
+            f"round {number}: {len(claims.steps)} steps; {n_steps} in {time.monotonic() - started:.0f} s\n"
+        )
         sys.stdout.flush()
 
 

@@ -8,6 +8,7 @@ inherited connection is never touched again, not even to close it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import threading
 import weakref
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 FORK_WAIT_S = 30.0
 """How long a fork waits for a transaction of another thread."""
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class _Link:
@@ -140,7 +143,7 @@ class Database:
             self.damage = DamagedError(f"{name} is damaged: {error}; it is made again", file=link.identity)
             raise self.damage from error
         except apsw.FullError as error:
-            raise CapacityError(f"no room to write {name}: {error}; free space on its disk", path=name) from error
+            raise _no_room(name, error) from error
         except (apsw.BusyError, apsw.LockedError, apsw.ProtocolError) as error:
             raise StorageError(
                 f"{name} was busy with another process's transaction for {schema.BUSY_S:g} s ({error}); try again",
@@ -148,6 +151,8 @@ class Database:
                 busy=True,
             ) from error
         except (apsw.IOError, apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
+            if link.connection is not None and link.connection.system_errno() in NO_ROOM:
+                raise _no_room(name, error) from error
             raise StorageError(f"cannot use {name}: {error}; check the disk and its permissions", path=name) from error
 
     # -- forks -------------------------------------------------------------------------------------------------------
@@ -178,6 +183,10 @@ class Database:
             self.path = None
             self._memory_epoch = os.getpid()
         self._links(_Link(), _Link() if self.path is not None else None)
+
+
+def _no_room(name: str, error: apsw.Error) -> CapacityError:
+    return CapacityError(f"no room to write {name}: {error}; free space on its disk", path=name)
 
 
 def _leak(kept: object) -> None:

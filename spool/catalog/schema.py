@@ -107,6 +107,8 @@ def connect(path: str) -> apsw.Connection:
     deadline = time.monotonic() + BUSY_S
     while True:
         file = identity(path)
+        if os.path.isdir(path):
+            raise DamagedError(f"{path} is a folder, not a catalog", file=file)
         connection = apsw.Connection(path)
         try:
             return _prepare(connection, path, file)

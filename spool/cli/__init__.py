@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import logging
 import sys
 from importlib import import_module
 
 import click
 
 from spool.cli.exits import Exit, report
+from spool.cli.output import say
 
 VERBS = ("cat", "demo", "du", "import", "info", "locate", "ls", "rebuild", "recover", "show", "verify")
 
@@ -25,24 +28,56 @@ class _Verbs(click.Group):
         command: click.Command = module.command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in VERBS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, VERBS, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"verbs are {', '.join(VERBS)}"
+            raise click.UsageError(f"there is no verb {name!r}; {hint}", ctx)
+        return super().resolve_command(ctx, args)
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.group(
+    cls=_Verbs,
+    subcommand_metavar="VERB [LOCATION] [REF]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="spool-store", prog_name="spool")
 def root() -> None:
     """Store, look at and read back rollouts of large MoE models.
 
-    LOCATION is a spool URI (file:///nvme/spool) or a directory; $SPOOL_URI where it is left out. A REF is a session id,
-    SESSION:STEP, SESSION@VIEW/INDEX, a reference as JSON, or @FILE that holds one.
+    LOCATION is a spool URI (file:///nvme/spool) or a directory; $SPOOL_URI where it is left out. The first argument is
+    taken for it where it is a URL or a directory that holds a spool.
 
-    Data goes to stdout, all else to stderr. Exit codes: 0 ok, 1 the operation failed or a check found something,
-    2 usage, 3 not found, 4 storage unavailable, 5 integrity, 130 interrupted.
+    A REF is the id of a session, SESSION:STEP, SESSION@VIEW/INDEX, a reference as JSON, or @FILE with such (@- for
+    stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash.
+
+    Data goes to stdout, all else to stderr. On a terminal data are tables, elsewhere tab-separated lines under a
+    heading, or JSON with --json. Verbs that only read never write to the spool, and lock nothing in it.
+
+    Exit codes: 0 ok, 1 the operation failed or a check found something, 2 usage, 3 not found, 4 storage unavailable,
+    5 integrity, 130 interrupted.
     """
+
+
+class _Warnings(logging.Handler):
+    """Prints Spool's warnings on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"spool: {record.levelname.lower()}: {record.getMessage()}")
 
 
 def main() -> None:
     """Run the command line and exit."""
+    logging.getLogger("spool").addHandler(_Warnings())
     try:
+        for stream in (sys.stdout, sys.stderr):
+            # whatever the locale: what it cannot say is shown as an escape
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         code = root.main(standalone_mode=False)
+        sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (every failure becomes one line and one code)
         code = report(error)
     sys.exit(code if isinstance(code, int) else Exit.OK)

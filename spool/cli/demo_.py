@@ -2,187 +2,240 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import shutil
 import tempfile
 import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from spool.cli.common import json_option, write_json
 from spool.cli.exits import Exit
+from spool.cli.output import json_option, write_json, write_line
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from spool.handle import Spool
-    from spool.model.refs import SegmentRef, StepRef
+    from spool.model.moe import MoEShape
+    from spool.model.refs import Ref, SegmentRef, StepRef
     from spool.testing.rollouts import SyntheticStep
 
-MODEL = "qwen3.6-35b-a3b"
-SLICE_TOKENS, SLICE_LAYERS = 256, slice(0, 20)
+MODEL, SOURCE = "qwen3.6-35b-a3b", "demo"
+SAMPLES, TURNS, SLICE_TOKENS = 4, 8, 256
 
 
 @click.command("demo")
 @click.argument("location", required=False)
-@click.option("--groups", default=12, show_default=True, help="Groups of 4 sessions of 8 steps each.")
+@click.option("--groups", default=12, show_default=True, type=click.IntRange(1),
+              help=f"Groups of {SAMPLES} sessions of {TURNS} steps each.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only say what would be recorded.")
 @json_option
-def command(location: str | None, groups: int, as_json: bool) -> int:
-    """Record a synthetic MoE rollout, read it all back, check every value, and say how it went.
+def command(location: str | None, groups: int, dry_run: bool, as_json: bool) -> int:
+    """Record a synthetic rollout, read it back, check every value.
 
-    Branches, retries and context rewrites are among its steps. LOCATION keeps the spool; a temporary directory, removed
-    afterwards, where it is left out.
+    Branches, retries and context rewrites are among its steps. LOCATION keeps the spool, also one that is there
+    already; where it is left out ($SPOOL_URI does not count here), a temporary directory is used and removed.
     """
-    root = location or tempfile.mkdtemp(prefix="spool-demo-")
-    try:
-        facts = _run(root, groups)
-    finally:
-        if location is None:
-            shutil.rmtree(root, ignore_errors=True)
+    if dry_run:
+        facts: dict[str, Any] = {"model": MODEL, "n_sessions": groups * SAMPLES, "n_steps": groups * SAMPLES * TURNS}
+        where = location or "a temporary directory"
+        text = [f"would record {facts['n_steps']} steps of {facts['n_sessions']} sessions of {MODEL} in {where}"]
+    else:
+        with _place(location) as root:
+            facts = _run(root, groups)
+        text = [*_lines(facts), *([f"look         spool ls {location}"] if location else [])]
     if as_json:
         write_json(facts)
     else:
-        _print(facts, location)
-    return Exit.FAILED if facts["wrong_values"] else Exit.OK
+        write_line("\n".join(text))
+    return Exit.FAILED if facts.get("n_wrong") else Exit.OK
+
+
+@contextmanager
+def _place(location: str | None) -> Iterator[str]:
+    root = location or tempfile.mkdtemp(prefix="spool-demo-")
+    try:
+        yield root
+    finally:
+        if location is None:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _run(root: str, groups: int) -> dict[str, Any]:
     import spool
+    from spool.model.fields import expert_field, numpy_dtype
+    from spool.testing.rollouts import rollouts
 
     shape = spool.models[MODEL]
     with spool.open(root) as sp:
-        sample, written = _record(sp, shape, groups)
-        read = _check(sp, sample, written)
+        earlier = [row.rollout_step or 0 for row in sp.sessions(f"source = '{SOURCE}'")]
+        # equal arguments yield equal steps: what must be read back is made a second time, not kept
+        workload = partial(
+            rollouts, shape, groups=groups, samples=SAMPLES, turns=TURNS, source=SOURCE,
+            rollout_step=max(earlier, default=-1) + 1,
+        )  # fmt: skip
+        before = _file_bytes(sp)
+        written = _record(sp, workload(), shape)
         sp.flush()
-        files = sum(row["file_bytes"] for row in sp.usage())
-    return {"model": MODEL, "shape": [shape.num_layers, shape.topk], **written.facts(), "file_bytes": files, **read}
+        file_bytes = _file_bytes(sp) - before
+        checked = _Checked(written, itemsize=numpy_dtype(expert_field(shape).dtype).itemsize)
+        for steps in _groups(workload()):
+            checked.group(sp, steps)
+    return {
+        "model": MODEL, "num_layers": shape.num_layers, "topk": shape.topk,
+        **written.facts(), "file_bytes": file_bytes, **checked.facts(),
+    }  # fmt: skip
+
+
+def _file_bytes(sp: Spool) -> int:
+    return sum(row["file_bytes"] for row in sp.usage())
+
+
+def _groups(steps: Iterator[SyntheticStep]) -> Iterator[list[SyntheticStep]]:
+    while group := list(itertools.islice(steps, SAMPLES * TURNS)):
+        yield group
 
 
 class _Written:
-    """What was recorded: counts, and the references by session."""
+    """What was recorded."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[StepRef, SyntheticStep]] = []
-        self.segments: list[SegmentRef] = []
-        self.append_s = 0.0
+        self.steps: dict[tuple[str, int], StepRef] = {}
+        self.segments: dict[tuple[str, int], SegmentRef] = {}
+        self.kinds: Counter[str] = Counter()
         self.sent_bytes = 0
+        self.append_s = 0.0
 
     def facts(self) -> dict[str, Any]:
-        kinds: dict[str, int] = {}
-        for _, step in self.steps:
-            kinds[step.kind] = kinds.get(step.kind, 0) + 1
-        sizes = [len(pickle.dumps(ref)) for ref in self.segments]
+        segments = self.segments.values()
         return {
-            "n_sessions": len({ref.session_id for ref, _ in self.steps}),
+            "n_sessions": len({session_id for session_id, _ in self.steps}),
             "n_steps": len(self.steps),
-            "kinds": kinds,
-            "n_segments": len(self.segments),
-            "n_tokens": sum(ref.n_tokens for ref in self.segments),
+            "kinds": dict(self.kinds),
+            "n_segments": len(segments),
+            "n_tokens": sum(ref.n_tokens for ref in segments),
             "sent_bytes": self.sent_bytes,
-            "append_s": round(self.append_s, 3),
-            "ref_bytes_mean": round(sum(sizes) / len(sizes)),
-            "segment_bytes_mean": round(sum(self._segment_bytes(ref) for ref in self.segments) / len(self.segments)),
+            "append_s": self.append_s,
+            "ref_bytes": sum(len(pickle.dumps(ref)) for ref in segments),
         }
 
-    def _segment_bytes(self, ref: SegmentRef) -> int:
-        layers, topk = self.shape
-        return ref.n_tokens * 9 + (ref.n_rows - 1) * layers * topk * 4
 
-    shape = (0, 0)
-
-
-def _record(sp: Spool, shape: Any, groups: int) -> tuple[list[SyntheticStep], _Written]:
-    from spool.testing.rollouts import rollouts
-
+def _record(sp: Spool, steps: Iterator[SyntheticStep], shape: MoEShape) -> _Written:
     written = _Written()
-    written.shape = (shape.num_layers, shape.topk)
-    steps: Iterator[SyntheticStep] = rollouts(shape, groups=groups, samples=4, turns=8)
-    recorded = []
     for step in steps:
-        written.sent_bytes += sum(getattr(value, "nbytes", 0) for value in step.append.values())
-        started = time.perf_counter()
+        began = time.perf_counter()
         session = sp.session(**step.session, experts=shape)
         ref = session.append(**step.append)
-        if step.last:
-            written.segments += session.finalize(view="lineage", outcome="completed")
-        written.append_s += time.perf_counter() - started
-        written.steps.append((ref, step))
-        recorded.append(step)
-    return recorded, written
+        segments = session.finalize(view="lineage") if step.last else []
+        written.append_s += time.perf_counter() - began
+        written.sent_bytes += sum(getattr(value, "nbytes", 0) for value in step.append.values())
+        written.kinds[step.kind] += 1
+        written.steps[ref.session_id, ref.index] = ref
+        written.segments.update({(segment.session_id, segment.steps[-1]): segment for segment in segments})
+    return written
 
 
-def _check(sp: Spool, steps: list[SyntheticStep], written: _Written) -> dict[str, Any]:
-    import numpy as np
+class _Checked:
+    """What was read back, whole and in slices, and compared with what was sent.
 
-    wrong = n_values = read_bytes = 0
-    read_s = 0.0
-    for ref, step in written.steps:
-        started = time.perf_counter()
-        sample = sp.read(ref)
-        read_s += time.perf_counter() - started
-        for name, expected in step.expected.items():
-            wrong += int(not np.array_equal(sample[name], expected))
-            n_values += expected.size
-            read_bytes += expected.nbytes
-    slices = _check_slices(sp, steps, written)
-    wrong += slices.pop("wrong")
-    return {
-        "n_values_checked": n_values + slices.pop("n_values"),
-        "wrong_values": wrong,
-        "read_bytes": read_bytes,
-        "read_s": round(read_s, 3),
-        **slices,
-    }
+    Args:
+        written: the references.
+        itemsize: bytes of a stored expert id.
+    """
+
+    def __init__(self, written: _Written, *, itemsize: int) -> None:
+        self._written = written
+        self._itemsize = itemsize
+        self._counts: Counter[str] = Counter()
+        self._read_s = self._slice_s = 0.0
+        self._counted = True
+
+    def facts(self) -> dict[str, Any]:
+        facts = {"read_s": self._read_s, "slice_tokens": SLICE_TOKENS, "slice_s": self._slice_s, **self._counts}
+        return facts if self._counted else {**facts, "slice_bytes_read": None}
+
+    def group(self, sp: Spool, steps: Sequence[SyntheticStep]) -> None:
+        """Read a group's steps, segments and slices."""
+        names = [(step.session["session_id"], step.index) for step in steps]
+        self._whole(sp, [self._written.steps[name] for name in names], [step.expected for step in steps])
+        self._slices(sp, [self._written.steps[name] for name in names], [step.expected for step in steps])
+        # a segment has the tokens and the routing of its last step
+        found = [(self._written.segments[n], s.expected) for n, s in zip(names, steps, strict=True)
+                 if n in self._written.segments]  # fmt: skip
+        fields = ("token_ids", "routed_experts")
+        self._whole(sp, [ref for ref, _ in found], [{name: sent[name] for name in fields} for _, sent in found])
+        self._counts["segment_bytes"] += sum(sent[name].nbytes for _, sent in found for name in fields)
+
+    def _whole(self, sp: Spool, refs: Sequence[Ref], sent: Sequence[dict[str, NDArray[Any]]]) -> None:
+        began = time.perf_counter()
+        samples = [sp.read(ref) for ref in refs]
+        self._read_s += time.perf_counter() - began
+        for sample, arrays in zip(samples, sent, strict=True):
+            self._counts["read_bytes"] += sum(array.nbytes for array in sample.values())
+            for name, array in arrays.items():
+                self._compare(sample[name], array)
+
+    def _slices(self, sp: Spool, refs: Sequence[Ref], sent: Sequence[dict[str, NDArray[Any]]]) -> None:
+        """Read the middle of each step's routing, as a context-parallel rank does."""
+        middles = [max(ref.n_tokens // 2 - SLICE_TOKENS // 2, 0) for ref in refs]
+        tokens = [slice(start, start + SLICE_TOKENS) for start in middles]
+        before, began = _io_bytes(), time.perf_counter()
+        samples = [sp.read(ref, fields=["routed_experts"], tokens=part) for ref, part in zip(refs, tokens, strict=True)]
+        self._slice_s += time.perf_counter() - began
+        after = _io_bytes()
+        self._counted = before is not None and after is not None
+        self._counts["n_slices"] += len(refs)
+        self._counts["slice_bytes_read"] += (after or 0) - (before or 0)
+        for sample, arrays, part in zip(samples, sent, tokens, strict=True):
+            wanted = arrays["routed_experts"][part]
+            self._counts["slice_bytes_needed"] += wanted.size * self._itemsize
+            self._compare(sample["routed_experts"], wanted)
+
+    def _compare(self, got: NDArray[Any], sent: NDArray[Any]) -> None:
+        self._counts["n_values"] += sent.size
+        if (got.shape, got.dtype) != (sent.shape, sent.dtype):
+            self._counts["n_wrong"] += sent.size
+        else:
+            bits = f"u{sent.itemsize}"
+            self._counts["n_wrong"] += int((got.view(bits) != sent.view(bits)).sum())
 
 
-def _check_slices(sp: Spool, steps: list[SyntheticStep], written: _Written) -> dict[str, Any]:
-    """Read a slice of each step, as a context-parallel rank of a pipeline stage does; count bytes read and needed."""
-    import numpy as np
-
-    wrong = n_values = located = needed = 0
-    started, n_slices = time.perf_counter(), 0
-    for (ref, step), _ in zip(written.steps, steps, strict=True):
-        low = max(0, ref.n_tokens // 2 - SLICE_TOKENS // 2)
-        tokens = slice(low, low + SLICE_TOKENS)
-        sample = sp.read(ref, fields=["routed_experts"], tokens=tokens, layers=SLICE_LAYERS)
-        expected = step.expected["routed_experts"][tokens, SLICE_LAYERS]
-        wrong += int(not np.array_equal(sample["routed_experts"], expected))
-        n_values += expected.size
-        n_slices += 1
-    elapsed = time.perf_counter() - started
-    for ref, step in written.steps:
-        low = max(0, ref.n_tokens // 2 - SLICE_TOKENS // 2)
-        tokens = slice(low, low + SLICE_TOKENS)
-        located += sum(found.length for found in sp.locate(ref, fields=["routed_experts"], tokens=tokens))
-        needed += step.expected["routed_experts"][tokens].size
-    return {
-        "wrong": wrong,
-        "n_values": n_values,
-        "slice_bytes_read": located,
-        "slice_bytes_needed": needed,
-        "slice_mean_us": round(1e6 * elapsed / n_slices),
-    }
+def _io_bytes() -> int | None:
+    """Return the bytes that this process's read calls returned so far, from disk or cache; None where not counted."""
+    try:
+        with open("/proc/self/io", "rb") as file:
+            return int(file.readline().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
-def _print(facts: dict[str, Any], location: str | None) -> None:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in facts["kinds"].items())
-    sent, read = facts["sent_bytes"], facts["read_bytes"]
-    amplification = facts["slice_bytes_read"] / facts["slice_bytes_needed"]
-    lines = [
-        f"recorded   {facts['n_sessions']} sessions, {facts['n_steps']} steps ({kinds}), {facts['model']}",
-        f"           {format_size(sent)} sent by the engine, {format_size(facts['file_bytes'])} on disk, "
-        f"{format_size(int(sent / facts['append_s']))}/s",
-        f"references {facts['n_segments']} segments, {facts['ref_bytes_mean']} B each (mean) for "
-        f"{format_size(facts['segment_bytes_mean'])} of arrays",
-        f"read back  {format_size(read)} in training dtypes, {format_size(int(read / facts['read_s']))}/s",
-        f"slices     {SLICE_TOKENS} tokens of each step in {facts['slice_mean_us']} us (mean), "
-        f"{amplification:.3f} bytes read for a byte needed",
-        f"checked    {facts['n_values_checked']:,} values, "
-        + ("all equal" if not facts["wrong_values"] else f"{facts['wrong_values']} ARRAYS DIFFER"),
+def _lines(facts: dict[str, Any]) -> list[str]:
+    kinds = ", ".join(f"{number} {kind}" for kind, number in facts["kinds"].items())
+    n_refs, n_slices, read = facts["n_segments"], facts["n_slices"], facts["slice_bytes_read"]
+    ratio = "not counted here" if read is None else f"{read / facts['slice_bytes_needed']:.3f}"
+    return [
+        f"model        {facts['model']}: {facts['num_layers']} layers, {facts['topk']} experts a token and layer",
+        f"recorded     {facts['n_sessions']} sessions, {facts['n_steps']} steps: {kinds}",
+        f"             {format_size(facts['sent_bytes'])} sent, {_rate(facts['sent_bytes'], facts['append_s'])}; "
+        f"{format_size(facts['file_bytes'])} in files",
+        f"references   {n_refs} segments, {format_size(facts['ref_bytes'] // n_refs)} each for "
+        f"{format_size(facts['segment_bytes'] // n_refs)} of arrays (mean, pickled)",
+        f"read back    {format_size(facts['read_bytes'])} in training dtypes, "
+        f"{_rate(facts['read_bytes'], facts['read_s'])}",
+        f"slices       {SLICE_TOKENS} tokens of each step, {1e6 * facts['slice_s'] / n_slices:.0f} us each",
+        f"             bytes read for each byte needed: {ratio}",
+        f"checked      {facts['n_values']:,} values, "
+        + (f"{facts['n_wrong']:,} OF THEM WRONG" if facts["n_wrong"] else "each bit for bit as it was sent"),
     ]
-    for line in lines:
-        click.echo(line)
-    if location:
-        click.echo(f"look inside: spool ls {location}")
+
+
+def _rate(n_bytes: int, seconds: float) -> str:
+    return f"{format_size(int(n_bytes / seconds))}/s"

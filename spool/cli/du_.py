@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from spool.cli.common import json_option, location_argument, open_spool, write_rows
+from spool.cli.output import Column, json_option, write_json, write_rows
+from spool.cli.places import location_argument, open_spool
+
+_BYTES = ("stored_bytes", "sent_bytes", "file_bytes")
+_COLUMNS = (
+    Column("field", "FIELD"),
+    Column("rows", "ROWS", "count"),
+    Column("stored_bytes", "STORED", "size"),
+    Column("sent_bytes", "AS INT32", "size"),
+    Column("ratio", "RATIO", "number"),
+    Column("file_bytes", "FILES", "size"),
+)
 
 
 @click.command("du")
 @location_argument
+@click.option("--streams", is_flag=True, help="Each stream apart.")
 @json_option
-def command(location: str | None, as_json: bool) -> None:
-    """Say where the bytes are: by stream and field, against the int32 arrays that engines send."""
+def command(location: str | None, streams: bool, as_json: bool) -> None:
+    """Say where the bytes are.
+
+    For each field: rows; their bytes as stored; the bytes of the same as engines send them (routing of all layers as
+    int32), and how many times as much that is; and what the files hold, records, metadata and padding included.
+    """
     with open_spool(location) as sp:
         rows = sp.usage()
-    write_rows(rows, ("stream", "field", "rows", "stored_bytes", "sent_bytes", "file_bytes"), as_json=as_json)
+    total = {"field": "total", **_sum(rows)}
+    if as_json:
+        write_json({"streams": rows, "fields": _by(rows, "field"), "total": _sum(rows)})
+    elif streams:
+        found = [{**row, **_ratio(row)} for row in rows]
+        write_rows([*found, {"stream": "total", **total}], (Column("stream", "STREAM"), *_COLUMNS))
+    else:
+        write_rows([*_by(rows, "field"), total], _COLUMNS)
+
+
+def _by(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row[key], []).append(row)
+    return [
+        {key: name, "rows": _add(group, "rows"), **_sum(group)}
+        for name, group in sorted(groups.items(), key=lambda item: (item[0] == "records", item[0]))
+    ]
+
+
+def _add(rows: list[dict[str, Any]], name: str) -> int | None:
+    found = [row[name] for row in rows if row[name] is not None]
+    return sum(found) if found else None
+
+
+def _sum(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    total = {name: _add(rows, name) for name in _BYTES}
+    return {**total, **_ratio(total)}
+
+
+def _ratio(row: dict[str, Any]) -> dict[str, Any]:
+    stored, sent = row["stored_bytes"], row["sent_bytes"]
+    return {"ratio": round(sent / stored, 2) if stored else None}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from enum import IntEnum
 
 import click
 
 from spool import errors
+from spool.cli.output import say
 
 
 class Exit(IntEnum):
@@ -23,26 +25,39 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-_CODES: tuple[tuple[type[errors.SpoolError], Exit], ...] = (
+_CODES: tuple[tuple[type[Exception], Exit], ...] = (
     (errors.IntegrityError, Exit.INTEGRITY),
     (errors.NotFoundError, Exit.NOT_FOUND),
     (errors.StorageError, Exit.UNAVAILABLE),
     (errors.CapacityError, Exit.UNAVAILABLE),
     (errors.InputError, Exit.USAGE),
+    (errors.SpoolError, Exit.FAILED),
+    (OSError, Exit.UNAVAILABLE),
 )
 
 
 def report(error: BaseException) -> Exit:
-    """Print ``error`` on stderr as one line and return its exit code; an unforeseen one keeps its traceback."""
+    """Print ``error`` on stderr and return its exit code; an unforeseen one keeps its traceback."""
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return Exit.INTERRUPTED
-    if isinstance(error, click.ClickException):
-        error.show()
-        return Exit.USAGE
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # whoever reads has seen enough; the interpreter's last flush must not find the pipe again
+        hush()
         return Exit.OK
-    if isinstance(error, errors.SpoolError):
-        click.echo(f"spool: {error.kind}: {error}", err=True)
-        return next((code for kind, code in _CODES if isinstance(error, kind)), Exit.FAILED)
-    raise error
+    if isinstance(error, click.ClickException):
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            say(context.get_usage())
+        say(f"spool: usage: {error.format_message()}")
+        return Exit.USAGE
+    code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
+    if code is None:
+        raise error
+    say(f"spool: {getattr(error, 'kind', 'storage')}: {error}")
+    return code
+
+
+def hush() -> None:
+    """Send what is still to be written to stdout nowhere."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

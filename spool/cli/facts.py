@@ -12,9 +12,8 @@ from spool.model.refs import Ref, SegmentRef, StepRef
 
 SESSION_COLUMNS = (
     Column("session_id", "SESSION"),
-    Column("state"),
-    Column("outcome"),
-    Column("status", "STATE"),
+    Column("state", "STATE"),
+    Column("outcome", "OUTCOME"),
     Column("reward", "REWARD", "number"),
     Column("n_steps", "STEPS", "count"),
     Column("n_tokens", "TOKENS", "count"),
@@ -51,8 +50,17 @@ SEGMENT_COLUMNS = (
 
 def session_facts(row: SessionRow) -> dict[str, Any]:
     """Return a session's row as a flat mapping."""
-    status = row.outcome if row.state == "final" else row.state
-    return {**msgspec.structs.asdict(row), "reward": row.reward, "status": status}
+    facts = msgspec.structs.asdict(row)
+    late, metadata = facts.pop("facts"), facts.pop("metadata")
+    return {
+        "session_id": row.session_id,
+        "state": facts.pop("state"),
+        "outcome": row.outcome,
+        "reward": row.reward,
+        **facts,
+        "facts": late,
+        "metadata": metadata,
+    }
 
 
 def _common(ref: Ref) -> dict[str, Any]:

@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
-from spool.cli.common import json_option, safe_text, write_json
 from spool.cli.exits import Exit
+from spool.cli.output import json_option, say, write_json, write_line
+from spool.config import default_location
+from spool.errors import NotFoundError
+
+Facts = dict[str, dict[str, str]]
 
 
 @click.command("import")
-@click.argument("source", type=click.Path(exists=True))
+@click.argument("source")
 @click.argument("location", required=False)
 @click.option("--form", help="The form of the runs; found by content where left out.")
 @click.option("--dry-run", is_flag=True, help="Only parse; record nothing.")
 @json_option
 def command(source: str, location: str | None, form: str | None, dry_run: bool, as_json: bool) -> int:
-    """Record runs from files: routing archives (.npz), ATIF, OpenAI chat (JSON, JSONL), SWE-agent .traj, OpenHands.
+    """Record runs from a file or a directory.
 
-    SOURCE is a file or a directory. A run that cannot be imported is reported and the others are recorded; then the
-    exit code is 1.
+    Forms: routing archives (.npz), ATIF, OpenAI chat (JSON, JSONL), SWE-agent .traj, nebius, tau-bench, OpenHands. The
+    spool at LOCATION is created where there is none. Importing the same again changes nothing. A run that cannot be
+    imported is reported and the others are recorded; then the exit code is 1.
     """
+    if location is None and default_location() is None and not dry_run:
+        raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
+    if not os.path.exists(source):
+        raise NotFoundError(f"there is no file or folder {source!r} to import", path=source)
     facts = _parsed(source, form) if dry_run else _recorded(source, location, form)
     if as_json:
         write_json(facts)
     else:
         for verb in ("failed", "ignored"):
             for where, why in facts[verb].items():
-                click.echo(safe_text(f"{verb}: {where}: {why}"), err=True)
-        counts = ", ".join(f"{len(found)} {verb}" for verb, found in facts.items())
-        click.echo(counts)
+                say(f"{verb}: {where}: {why.removeprefix(where).removeprefix(' ').removeprefix(': ')}")
+        write_line(", ".join(f"{len(found)} {verb}" for verb, found in facts.items()))
     return Exit.FAILED if facts["failed"] else Exit.OK
 
 
-def _recorded(source: str, location: str | None, form: str | None) -> dict[str, dict[str, str]]:
+def _recorded(source: str, location: str | None, form: str | None) -> Facts:
     from spool.handle import open  # noqa: A004
-    from spool.importers import import_runs
+    from spool.importers import import_runs, read_runs
 
+    # what cannot be read at all leaves no empty spool behind
+    next(read_runs(source, form=form), None)
     with open(location) as sp:
         report = import_runs(source, sp, form=form)
     return {
@@ -46,10 +58,10 @@ def _recorded(source: str, location: str | None, form: str | None) -> dict[str, 
     }
 
 
-def _parsed(source: str, form: str | None) -> dict[str, dict[str, str]]:
+def _parsed(source: str, form: str | None) -> Facts:
     from spool.importers import Failure, Ignored, read_runs
 
-    facts: dict[str, dict[str, str]] = {"parsed": {}, "failed": {}, "ignored": {}}
+    facts: Facts = {"parsed": {}, "failed": {}, "ignored": {}}
     for found in read_runs(source, form=form):
         if isinstance(found, Failure):
             facts["failed"][found.where] = str(found.error)

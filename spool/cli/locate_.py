@@ -2,25 +2,73 @@
 
 from __future__ import annotations
 
+import shlex
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from spool.cli.common import arguments, find_refs, json_option, open_spool, parse_range, split_arguments, write_rows
+from spool.cli.output import Column, json_option, write_line, write_rows
+from spool.cli.places import find_refs, open_spool, parse_range, reference_arguments, split_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from spool.read.sample import ByteRange
+
+_COLUMNS = (
+    Column("file", "FILE"),
+    Column("field", "FIELD"),
+    Column("rows"),
+    Column("n_rows", "ROWS", "count"),
+    Column("offset", "OFFSET", "number"),
+    Column("length", "LENGTH", "number"),
+)
 
 
 @click.command("locate")
-@arguments
+@reference_arguments
 @click.option("--field", "fields", multiple=True, help="A field; may be repeated. All where left out.")
-@click.option("--tokens", help="Only these tokens, START:STOP.")
+@click.option("--tokens", help="Only these tokens, START:STOP; negative ones count from the end.")
+@click.option("--dd", is_flag=True, help="Print commands that write the bytes to stdout.")
 @json_option
-def command(args: tuple[str, ...], fields: tuple[str, ...], tokens: str | None, as_json: bool) -> None:
-    """Print where the rows lie: file, offset and length, as dd takes them (iflag=skip_bytes,count_bytes)."""
-    location, texts = split_arguments(args)
-    if not texts:
-        raise click.UsageError("name what to locate: a session, SESSION:STEP or SESSION@VIEW/INDEX")
+def command(args: tuple[str, ...], fields: tuple[str, ...], tokens: str | None, dd: bool, as_json: bool) -> None:
+    """Print which bytes of which files hold the rows.
+
+    A row holds all stored layers. What is not sealed yet may move to another file when more is recorded.
+    """
+    location, texts = split_arguments(args, "locate")
+    chosen = parse_range(tokens, "--tokens")
     with open_spool(location) as sp:
         rows = [
-            {"id": getattr(ref, "id", ref.session_id), **found._asdict()}
+            {"id": ref.id, **found._asdict(), "n_rows": found.rows[1] - found.rows[0]}
             for ref in find_refs(sp, texts)
-            for found in sp.locate(ref, fields=list(fields) or None, tokens=parse_range(tokens, "--tokens"))
+            for found in _joined(sp.locate(ref, fields=list(fields) or None, tokens=chosen))
         ]
-    write_rows(rows, ("field", "rows", "file", "offset", "length"), as_json=as_json)
+    if dd:
+        for row in rows:
+            write_line(_dd(row))
+    else:
+        write_rows(rows, _COLUMNS, as_json=as_json)
+
+
+def _joined(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
+    """Yield the ranges in their order, with those that go on where the last one ended made one."""
+    last = None
+    for found in ranges:
+        if (
+            last is not None
+            and (last.file, last.field) == (found.file, found.field)
+            and last.offset + last.length == found.offset
+        ):
+            last = last._replace(length=last.length + found.length, rows=(last.rows[0], found.rows[1]))
+            continue
+        if last is not None:
+            yield last
+        last = found
+    if last is not None:
+        yield last
+
+
+def _dd(row: dict[str, Any]) -> str:
+    place = f"skip={row['offset']} count={row['length']}"
+    return f"dd if={shlex.quote(row['file'])} iflag=skip_bytes,count_bytes bs=1M status=none {place}"

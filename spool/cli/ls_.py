@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import click
 
-from spool.cli.common import json_option, location_argument, open_spool, write_rows
-
-COLUMNS = (
-    "session_id",
-    "state",
-    "outcome",
-    "reward",
-    "n_steps",
-    "n_segments",
-    "n_tokens",
-    "group_id",
-    "sample_index",
-    "source",
-)
+from spool.cli.output import json_option, write_rows
+from spool.cli.places import location_argument, open_spool
 
 
 @click.command("ls")
@@ -25,22 +13,21 @@ COLUMNS = (
 @click.option("--where", help="A filter such as \"reward > 0.5 and source = 'swe'\".")
 @click.option("--all", "discarded", is_flag=True, help="List discarded sessions too.")
 @click.option("--segments", is_flag=True, help="List segments instead of sessions.")
-@click.option("--view", type=click.Choice(["lineage", "timeline"]), help="With --segments: of this view.")
+@click.option("--view", type=click.Choice(["lineage", "timeline"]), help="List the segments of this view.")
 @json_option
 def command(
     location: str | None, where: str | None, discarded: bool, segments: bool, view: str | None, as_json: bool
 ) -> None:
-    """List sessions, oldest first, or segments."""
+    """List sessions, oldest first, or segments of finalised sessions.
+
+    A terminal shows the columns that fit; elsewhere and in JSON all are there.
+    """
     with open_spool(location) as sp:
+        from spool.cli.facts import SEGMENT_COLUMNS, SESSION_COLUMNS, segment_facts, session_facts
+
         if segments or view:
-            from spool.cli.facts import segment_facts
-
             found = (segment_facts(ref) for ref in sp.segments(where, view))  # type: ignore[arg-type]
-            columns = ("id", "n_tokens", "response_length", "trainable_tokens", "reward", "outcome", "finish_reason")
-            write_rows(found, columns, as_json=as_json)
+            write_rows(found, SEGMENT_COLUMNS, as_json=as_json)
         else:
-            from spool.cli.facts import session_facts
-
-            write_rows(
-                (session_facts(row) for row in sp.sessions(where, discarded=discarded)), COLUMNS, as_json=as_json
-            )
+            rows = (session_facts(row) for row in sp.sessions(where, discarded=discarded))
+            write_rows(rows, SESSION_COLUMNS, as_json=as_json)

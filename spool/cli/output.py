@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
 from spool.cli.text import count, iso_time, json_text, one_line, safe_text
 from spool.sizes import format_size
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 Kind = Literal["text", "count", "size", "time", "number"]
 Row = Mapping[str, Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
-WIDE = 30
+WIDE = 40
 """Columns of a terminal that the first column of a table gets before others are left out."""
 
 
@@ -101,6 +105,8 @@ def pretty(value: object, kind: Kind = "text") -> str:
         return iso_time(value)
     if isinstance(value, bool):
         return plain(value)
+    if isinstance(value, list | tuple) and all(isinstance(item, str | int) for item in value):
+        return ", ".join(map(plain, value))
     if kind in ("count", "number") and isinstance(value, int):
         return count(value)
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
@@ -130,7 +136,14 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
         table.add_column(column.title, no_wrap=True, justify=_side(column))
     for number in range(len(rows)):
         table.add_row(*(Text(cells[column][number]) for column in (first, *shown)))
-    console.print(table)
+    _print(console, table)
+
+
+def _print(console: Console, table: Table) -> None:
+    with console.capture() as captured:
+        console.print(table)
+    for line in captured.get().splitlines():
+        sys.stdout.write(line.rstrip() + "\n")
 
 
 def _side(column: Column) -> Literal["left", "right"]:
@@ -154,11 +167,11 @@ def write_facts(facts: Iterable[tuple[str, object, Kind]]) -> None:
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column(max_width=32, overflow="fold", style="bold")
     grid.add_column(overflow="fold")
     for name, value, kind in found:
         grid.add_row(Text(one_line(name)), Text(pretty(value, kind)))
-    Console(highlight=False).print(grid)
+    _print(Console(highlight=False), grid)
 
 
 def flat(name: str, value: object) -> Iterable[tuple[str, object, Kind]]:

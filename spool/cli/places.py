@@ -101,7 +101,7 @@ def _parsed(text: str) -> list[Found]:
     from spool.model.refs import ref_from_json
 
     lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and all(line.lstrip().startswith("{\"type\"") for line in lines):
+    if len(lines) > 1 and all(line.lstrip().startswith('{"type"') for line in lines):
         return [ref_from_json(line) for line in lines]
     return [ref_from_json(text)]
 

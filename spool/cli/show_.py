@@ -6,84 +6,109 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from spool.cli.common import (
-    arguments,
-    find_ref,
-    json_option,
-    open_spool,
-    safe_text,
-    split_arguments,
-    write_json,
-)
-from spool.errors import NotFoundError
+from spool.cli.output import Column, flat, json_option, write_facts, write_json, write_line, write_rows
+from spool.cli.places import find, is_session, open_spool, reference_arguments, split_arguments
+from spool.cli.text import json_text
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from spool.cli.output import Kind
+    from spool.cli.places import Found
     from spool.handle import Spool
+
+_USUAL: dict[str, object] = {
+    "attempt": 0, "trim": 0, "prefer": "first", "n_nonfinite": 0, "cut_tokens": 0, "superseded": False,
+}  # fmt: skip
+_TABLES = ("steps", "segments", "messages")
 
 
 @click.command("show")
-@arguments
-@click.option("--messages", is_flag=True, help="Print the chat messages too.")
-@click.option("--ref", "as_ref", is_flag=True, help="Print the whole reference as JSON, for read, cat and locate.")
+@reference_arguments
+@click.option("--messages", is_flag=True, help="Print the chat messages too; of a session, what each step adds.")
+@click.option(
+    "--ref", "as_ref", is_flag=True, help="Print whole references as JSON, one a line, for show, cat, locate."
+)
 @json_option
 def command(args: tuple[str, ...], messages: bool, as_ref: bool, as_json: bool) -> None:
-    """Show sessions, steps or segments: identity, lengths, versions, extents' sizes, messages."""
-    location, texts = split_arguments(args)
-    if not texts:
-        raise click.UsageError("name a session, SESSION:STEP or SESSION@VIEW/INDEX")
+    """Show sessions, steps or segments.
+
+    Identity, lengths, weight versions, late facts, and what they are made of; names are those that ls --where takes.
+    """
+    location, texts = split_arguments(args, "show")
     with open_spool(location) as sp:
         if as_ref:
             for text in texts:
-                for ref in find_ref(sp, text):
-                    click.echo(ref.to_json())
+                for ref in find(sp, text):
+                    write_line(json_text(ref.to_json()))
             return
-        shown = [_facts(sp, text, messages=messages) for text in texts]
+        shown = [facts for text in texts for facts in _facts(sp, text, messages=messages)]
     if as_json:
         write_json(shown)
-    else:
-        for facts in shown:
-            _print(facts)
+        return
+    for number, facts in enumerate(shown):
+        if number:
+            write_line("")
+        _print(facts)
 
 
-def _facts(sp: Spool, text: str, *, messages: bool) -> dict[str, Any]:
+def _facts(sp: Spool, text: str, *, messages: bool) -> list[dict[str, Any]]:
+    if is_session(sp, text):
+        return [_session(sp, text, messages=messages)]
+    return [_part(sp, ref, messages=messages) for ref in find(sp, text)]
+
+
+def _session(sp: Spool, session_id: str, *, messages: bool) -> dict[str, Any]:
     from spool.cli.facts import segment_facts, session_facts, step_facts
+
+    row, steps = sp.find_session(session_id), sp.steps(session_id)
+    assert row is not None
+    facts = session_facts(row)
+    facts["steps"] = [step_facts(step) for step in steps]
+    facts["segments"] = [segment_facts(ref) for ref in sp.final_segments(session_id)]
+    if messages:
+        facts["messages"] = {str(step.index): sp.messages(step) for step in steps}
+    return facts
+
+
+def _part(sp: Spool, ref: Found, *, messages: bool) -> dict[str, Any]:
+    from spool.cli.facts import segment_facts, step_facts
     from spool.model.refs import StepRef
 
-    row = sp.find_session(text)
-    if row is not None:
-        facts = session_facts(row)
-        facts["steps"] = [step_facts(step) for step in sp.steps(text)]
-        facts["segments"] = [segment_facts(ref) for ref in sp.final_segments(text)]
-        if messages:
-            facts["messages"] = {str(step.index): sp.messages(step) for step in sp.steps(text)}
-        return facts
-    refs = find_ref(sp, text)
-    if len(refs) != 1:
-        raise NotFoundError(f"no session, step or segment {text!r}")
-    ref = refs[0]
     facts = step_facts(ref) if isinstance(ref, StepRef) else segment_facts(ref)
     if messages:
         facts["messages"] = sp.messages(ref)
     return facts
 
 
-def _print(facts: dict[str, Any], indent: str = "") -> None:
-    for name, value in facts.items():
-        if value is None or value in ([], {}):
-            continue
-        if isinstance(value, list) and isinstance(value[0], dict):
-            click.echo(f"{indent}{name}:")
-            for item in value:
-                click.echo(f"{indent}  " + _line(item))
-        else:
-            click.echo(f"{indent}{name}: {safe_text(str(value))}")
+def _print(facts: Mapping[str, Any]) -> None:
+    from spool.cli.facts import SEGMENT_COLUMNS, STEP_COLUMNS
+    from spool.cli.transcript import write_messages, write_steps
 
-
-def _line(item: dict[str, Any]) -> str:
-    if "role" in item:
-        return f"{item['role']}: {safe_text(str(item.get('content') or item.get('tool_calls') or ''))}"
-    skipped = {"session_id", "group_id", "sample_index", "rollout_step", "source", "view", "count"}
-    parts = (
-        f"{name}={value}" for name, value in item.items() if name not in skipped and value not in (None, [], {}, ())
+    whole = "n_segments" in facts
+    apart = _TABLES if whole else ("messages", "version_span")
+    own = ((name, value) for name, value in facts.items() if name not in apart)
+    write_facts(
+        (name, value, _kind(label))
+        for label, nested in own
+        if _USUAL.get(label, _USUAL) != nested
+        for name, value, _ in flat(label, nested)
     )
-    return safe_text("  ".join(parts))
+    messages = facts.get("messages")
+    if not whole:
+        write_messages(messages or ())
+        return
+    segments = [{**row, "part": f"{row['view']}/{row['index']}"} for row in facts["segments"]]
+    short = (Column("id"), Column("part", "SEGMENT"), *SEGMENT_COLUMNS[1:])
+    for rows, columns in ((facts["steps"], STEP_COLUMNS), (segments, short)):
+        if rows:
+            write_line("")
+            write_rows(rows, columns)
+    if messages:
+        write_steps((step["index"], step["parent"], messages[str(step["index"])]) for step in facts["steps"])
+
+
+def _kind(name: str) -> Kind:
+    if name.endswith("_at"):
+        return "time"
+    return "count" if name.startswith("n_") or name in ("response_length", "trainable_tokens") else "text"

@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
-from spool.cli.common import json_option, location_argument, open_spool, safe_text, write_json
 from spool.cli.exits import Exit
+from spool.cli.output import Column, json_option, say, write_json, write_line, write_rows
+from spool.cli.places import location_argument, open_spool
+from spool.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from spool.audit import Finding
+
+_COLUMNS = tuple(map(Column, ("kind", "stream", "field", "rows", "file", "n_steps", "steps", "text")))
 
 
 @click.command("verify")
 @location_argument
-@click.option("--deep", is_flag=True, help="Re-read everything, check every checksum, and lint the routing.")
+@click.option("--deep", is_flag=True, help="Read everything again, check every checksum, and lint the routing.")
 @json_option
 def command(location: str | None, deep: bool, as_json: bool) -> int:
-    """Check that everything recorded is there. Exits 5 where bytes are missing or altered, 1 on lint alone."""
-    with open_spool(location) as sp:
-        report = sp.verify(deep=deep, progress=_progress if sys.stderr.isatty() else None)
+    """Check that everything recorded is there.
+
+    Findings go to stdout, the summary to stderr.
+
+    Exits 5 where bytes are missing or altered, 1 where a killed writer left an unfinished event (`spool recover` drops
+    it) or where routing is implausible.
+    """
+    with open_spool(location) as sp, Progress("checked") as progress:
+        report = sp.verify(deep=deep, progress=progress.update)
     if as_json:
         write_json(msgspec.to_builtins(report))
-    else:
+    elif sys.stdout.isatty():
         for finding in report.findings:
-            click.echo(safe_text(f"{finding.kind}: {finding.where}: {finding.text}"))
-        click.echo(report.summary())
+            _print(finding)
+    elif report.findings:
+        write_rows((msgspec.to_builtins(finding) for finding in report.findings), _COLUMNS)
+    say(report.summary())
     if any(finding.kind == "integrity" for finding in report.findings):
         return Exit.INTEGRITY
     return Exit.FAILED if report.findings else Exit.OK
 
 
-def _progress(done_bytes: int, total_bytes: int) -> None:
-    click.echo(f"\r{done_bytes >> 20} of {total_bytes >> 20} MiB", err=True, nl=done_bytes == total_bytes)
+def _print(finding: Finding) -> None:
+    write_line(f"{finding.kind}: {finding.text}")
+    write_line(f"  {finding.where}")
+    if finding.steps:
+        more = f" and {finding.n_steps - len(finding.steps)} more" if finding.n_steps > len(finding.steps) else ""
+        write_line(f"  recorded by {', '.join(finding.steps)}{more}")

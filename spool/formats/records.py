@@ -22,6 +22,7 @@ Readable with pyarrow alone. Columns, null where the event has no such fact:
                    ``attach``); ``crc`` is the crc32c of the stored bytes of rows ``[row - before, row + n + after)``
 ``inner``          the events of a transaction, each a struct of the columns above
 ``event``          the exact msgpack payload
+``crc``            crc32c of ``event``
 =================  ===================================================================================================
 """
 
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pyarrow as pa
+from crc32c import crc32c
 from msgspec.structs import asdict
 
 from spool.errors import IntegrityError
@@ -75,10 +77,15 @@ _COLUMNS: list[pa.Field[Any]] = [
     pa.field("extents", pa.list_(_EXTENT)),
 ]
 _SCHEMA = pa.schema(
-    [*_COLUMNS, pa.field("inner", pa.list_(pa.struct(_COLUMNS))), pa.field("event", pa.large_binary(), nullable=False)],
+    [
+        *_COLUMNS,
+        pa.field("inner", pa.list_(pa.struct(_COLUMNS))),
+        pa.field("event", pa.large_binary(), nullable=False),
+        pa.field("crc", pa.uint32(), nullable=False),
+    ],
     metadata={"spool:format": "1"},
 )
-_EVENT_ONLY = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.get_field_index("event")])
+_EVENT_ONLY = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.get_field_index(name) for name in ("event", "crc")])
 
 
 def encode(events: Sequence[bytes]) -> memoryview:
@@ -110,12 +117,13 @@ def decode(buffer: bytes | memoryview | mmap.mmap) -> list[bytes]:
     reader = _open(buffer)
     payloads: list[bytes] = []
     for number in range(reader.num_record_batches):
-        payloads.extend(event.as_py() for event in _events(reader, number))
+        events, sums = _events(reader, number)
+        payloads.extend(map(_checked, events.to_pylist(), sums.to_pylist()))
     return payloads
 
 
 def one(buffer: bytes | memoryview | mmap.mmap, row: int) -> bytes:
-    """Return the payload of one row; of the file only its footer and one column of one batch is touched.
+    """Return the payload of one row; of the file only its footer and two columns of one batch are touched.
 
     Args:
         buffer: the file, as bytes or memory map.
@@ -127,10 +135,9 @@ def one(buffer: bytes | memoryview | mmap.mmap, row: int) -> bytes:
     reader = _open(buffer)
     number, inside = divmod(row, BATCH_ROWS)
     if 0 <= number < reader.num_record_batches:
-        events = _events(reader, number)
+        events, sums = _events(reader, number)
         if inside < len(events):
-            payload: bytes = events[inside].as_py()
-            return payload
+            return _checked(events[inside].as_py(), sums[inside].as_py())
     raise IntegrityError(
         f"the records file has no row {row}: it is not the one the catalog was fed from; rebuild the catalog", row=row
     )
@@ -143,14 +150,22 @@ def _open(buffer: bytes | memoryview | mmap.mmap) -> pa.ipc.RecordBatchFileReade
         raise _damaged(error) from error
 
 
-def _events(reader: pa.ipc.RecordBatchFileReader, number: int) -> pa.Array[Any]:
+def _events(reader: pa.ipc.RecordBatchFileReader, number: int) -> tuple[pa.Array[Any], pa.Array[Any]]:
+    """Return the payloads of a batch and their checksums."""
     try:
-        return reader.get_batch(number).column("event")
+        batch = reader.get_batch(number)
+        return batch.column("event"), batch.column("crc")
     except (pa.ArrowInvalid, OSError, KeyError) as error:
         raise _damaged(error) from error
 
 
-def _damaged(error: Exception) -> IntegrityError:
+def _checked(payload: Any, crc: Any) -> bytes:
+    if crc32c(payload) != crc:
+        raise _damaged("the crc32c of an event is not the one that was recorded")
+    return bytes(payload)
+
+
+def _damaged(error: Exception | str) -> IntegrityError:
     return IntegrityError(f"the records file is damaged: {error}; restore it from the cold tier")
 
 
@@ -159,7 +174,7 @@ def _row(payload: bytes) -> dict[str, Any]:
     row = _columns(event)
     if isinstance(event, Transaction):
         row["inner"] = [_columns(part) for part in event.events]
-    row["event"] = payload
+    row["event"], row["crc"] = payload, crc32c(payload)
     return row
 
 

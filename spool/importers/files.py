@@ -126,7 +126,9 @@ def _document(data: bytes, origin: Origin) -> Json:
     try:
         return json.loads(_text(data))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{origin.session_id} is not JSON: {error}", where=origin.session_id) from error
+        raise UnknownFormError(
+            f"{origin.session_id} is neither an .npz file nor JSON ({error})", where=origin.session_id
+        ) from error
 
 
 def _from_document(document: Json, origin: Origin, form: str | None) -> Iterator[ImportedRun | Failure]:

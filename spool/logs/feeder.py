@@ -7,13 +7,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 from spool.catalog import Catalog, DamagedError, LogItem, LogState, Place
-from spool.errors import IntegrityError
+from spool.errors import IntegrityError, SpoolError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
 from spool.logs import events
@@ -58,6 +58,7 @@ class _Known:
     """What this process remembers of a stream between two looks."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while the stream is looked at: others are not held up by its ingest
         self.over = False  # its writer is gone and all its packs are sealed and known: nothing is ever added
         self.changed_ns: int | None = None
         self.logs: list[int] = []
@@ -111,11 +112,21 @@ class LogFeeder:
             StorageError: a log cannot be read, or another process's transaction lasts too long.
             CapacityError: the disk of the catalog is full.
         """
-        with self._own():
-            try:
-                self._look(streams)
-            except DamagedError as error:
+        try:
+            with self._own():
+                self._check_same_catalog()
+                names = self._stream_names() if streams is None else streams
+                streams_known = [(name, self._known.setdefault(name, _Known())) for name in names]
+            for name, known in streams_known:
+                self._look(name, known)
+        except DamagedError as error:
+            with self._own():
                 self._start_anew(error)
+        return self.problems()
+
+    def problems(self) -> list[Problem]:
+        """Return what could not be taken in, as far as it was seen by this object."""
+        with self._own():
             return list(self._problems.values())
 
     def rebuild(self) -> list[Problem]:
@@ -130,8 +141,10 @@ class LogFeeder:
         with self._own():
             try:
                 self._forget()
+                before = self._catalog.offsets()
                 with self._catalog.rebuilding():
-                    self._look(None)
+                    self._look_at_all()
+                    self._report_lost(before)
             except DamagedError as error:
                 self._start_anew(error)
             except BaseException:
@@ -139,23 +152,39 @@ class LogFeeder:
                 raise
             return list(self._problems.values())
 
+    def _report_lost(self, before: Mapping[Pack, LogState]) -> None:
+        """Report packs that are there and gave fewer events than the old index knew."""
+        after = self._catalog.offsets()
+        for (name, pack), state in before.items():
+            n_events = after.get((name, pack), LogState()).n_events
+            paths = log_path(self._root, name, pack), records_path(self._root, name, pack)
+            if n_events < state.n_events and any(map(os.path.exists, paths)) and (name, pack) not in self._problems:
+                text = f"{n_events} events are there, {state.n_events} were known: the file was cut; some are lost"
+                self._report(name, pack, "short", text)
+
     def _start_anew(self, damage: DamagedError) -> None:
         self._catalog.reset(damage)
         log.warning("the catalog was damaged and is fed anew; the old file is %s", self._catalog.moved_aside)
         self._forget()
-        self._look(None)
+        self._look_at_all()
 
-    def _look(self, streams: Sequence[str] | None) -> None:
+    def _check_same_catalog(self) -> None:
         if self._catalog.damage is not None:
             raise self._catalog.damage
         epoch = self._catalog.epoch
         if epoch != self._epoch:
             self._forget()
             self._epoch = epoch
-        for name in self._stream_names() if streams is None else streams:
-            known = self._known.setdefault(name, _Known())
-            if known.over:
-                continue
+
+    def _look_at_all(self) -> None:
+        self._check_same_catalog()
+        for name in self._stream_names():
+            self._look(name, self._known.setdefault(name, _Known()))
+
+    def _look(self, name: str, known: _Known) -> None:
+        if known.over:
+            return
+        with known.lock:
             for _ in range(_LISTINGS):
                 if self._look_at(name, known):
                     break
@@ -182,8 +211,9 @@ class LogFeeder:
         return names
 
     def _drop(self, name: str) -> None:
-        self._known.pop(name, None)
-        self._problems = {key: problem for key, problem in self._problems.items() if key[0] != name}
+        with self._lock:
+            self._known.pop(name, None)
+            self._problems = {key: problem for key, problem in self._problems.items() if key[0] != name}
 
     def _look_at(self, name: str, known: _Known) -> bool:
         folder = f"{self._root}/streams/{name}/records"
@@ -234,6 +264,8 @@ class LogFeeder:
                     self._refresh(name, known)
         except FileNotFoundError:
             return False
+        except SpoolError:  # some are OSErrors too, and not of this file
+            raise
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
         if (name, pack) in self._problems:
@@ -299,7 +331,8 @@ class LogFeeder:
         problem = Problem(name, pack, kind, f"stream {name}, records of pack {pack}: {text}")
         if self._problems.get((name, pack)) != problem:
             log.warning("%s", problem.message)
-        self._problems[name, pack] = problem
+        with self._lock:
+            self._problems[name, pack] = problem
 
     # -- sealed packs ------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from spool.stores.local import BLOCK, notice_buffered, open_direct
 
 WINDOW_BYTES = 256 << 10
 """The page cache is accounted in windows of this size: one that is read again and again counts once."""
+
+_PAUSES_S = (0.0, 0.002, 0.01, 0.05, 0.2)
+
+T = TypeVar("T")
 
 
 class OpenFile:
@@ -61,12 +69,16 @@ class Descriptors:
 
     Args:
         root: the hot root, for the notice where direct reads are refused.
-        max_open_files: descriptors kept; a file takes up to two. Files in use outlive their place here.
+        max_open_files: descriptors kept, at most half of what the process may have; a file takes up to two. Files in
+            use outlive their place here.
         page_cache_bytes: what buffered reads may leave behind before what was read longest ago is dropped.
     """
 
     def __init__(self, root: str, *, max_open_files: int, page_cache_bytes: int) -> None:
         self._root = root
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if most != resource.RLIM_INFINITY:
+            max_open_files = min(max_open_files, most // 2)
         self._max_files = max(1, max_open_files // 2)
         self._max_windows = page_cache_bytes // WINDOW_BYTES
         self.reset()
@@ -107,13 +119,23 @@ class Descriptors:
         return file
 
     def _open(self, path: str) -> OpenFile:
-        try:
-            return OpenFile(path)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-        self.clear()
-        return OpenFile(path)
+        return self.with_descriptors(lambda: OpenFile(path))
+
+    def with_descriptors(self, call: Callable[[], T]) -> T:
+        """Call what opens files; where the process has no descriptors left, give up the kept ones and call again.
+
+        Raises:
+            OSError: of the call; also where others hold all descriptors.
+        """
+        for pause_s in _PAUSES_S:
+            try:
+                return call()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+            self.clear()
+            time.sleep(pause_s)
+        return call()
 
     def forget(self, file: OpenFile) -> None:
         """Let go of ``file`` if it is still what is kept for its path."""

@@ -178,7 +178,9 @@ class HotStore:
                 if site is None:
                     break
                 if got == below and self._from_tails(site, size, offset + got, split(buffers, got)[1]):
-                    return
+                    if self._open(path)[1] == size:
+                        return
+                    continue  # the shard has grown past the tail, whose file may be another tail by now
                 # no tail, and no growth since the last look: nobody is writing this, so waiting will not help
                 if size == last_size and not self._tails(site):
                     break
@@ -240,7 +242,7 @@ class HotStore:
         """Return ``(first byte, path)`` of the tails of a shard, the last first."""
         folder, pack = f"{self.root}/{site[0]}", site[1]
         try:
-            names = os.listdir(folder)
+            names = self._files.with_descriptors(lambda: os.listdir(folder))
         except FileNotFoundError:
             return []
         parsed = ((parse_tail(name), name) for name in names)
@@ -250,9 +252,12 @@ class HotStore:
 
     def _from_tails(self, site: tuple[str, int], size: int, at: int, buffers: list[memoryview]) -> bool:
         """Fill ``buffers`` with the bytes from ``at`` on out of one tail; return whether one had them all."""
-        if _read_tail(f"{self.root}/{site[0]}/{tail_name(site[1], size)}", at - size, buffers):
+        if self._read_tail(f"{self.root}/{site[0]}/{tail_name(site[1], size)}", at - size, buffers):
             return True
-        return any(start <= at and _read_tail(path, at - start, buffers) for start, path in self._tails(site))
+        return any(start <= at and self._read_tail(path, at - start, buffers) for start, path in self._tails(site))
+
+    def _read_tail(self, path: str, offset: int, buffers: list[memoryview]) -> bool:
+        return self._files.with_descriptors(lambda: _read_tail(path, offset, buffers))
 
 
 def _read_tail(path: str, offset: int, buffers: list[memoryview]) -> bool:

@@ -6,6 +6,7 @@ direct I/O moves whole blocks of `BLOCK` bytes and falls back to buffered where 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -23,6 +24,7 @@ BLOCK = 4096
 
 _SHARD = re.compile(r"(streams/[^/]+/[^/]+)/c/(\d+)(?:/0)*")
 _TAIL = re.compile(r"tail-(\d+)-(\d+)")
+_HUGE_BYTES = 2 << 20
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_LOCAL = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs",
@@ -49,6 +51,11 @@ def tail_name(pack: int, size: int) -> str:
     return f"tail-{pack}-{size}"
 
 
+def spare_prefix(pack: int) -> str:
+    """Return how the names of files begin that are kept to become tails of shard ``pack``; no reader opens them."""
+    return f"spare-{pack}-"
+
+
 def parse_tail(name: str) -> tuple[int, int] | None:
     """Return ``(pack, size)`` of a tail's file name, or None where it is not one."""
     match = _TAIL.fullmatch(name)
@@ -59,6 +66,9 @@ def aligned_buffer(n_bytes: int) -> memoryview:
     """Return ``n_bytes`` of zeroed, writable, page-aligned memory of its own; it is unmapped with its last view."""
     # private, so that a forked child gets a copy and never writes into a buffer its parent hands to the kernel
     memory = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if n_bytes >= _HUGE_BYTES:  # direct I/O pins pages one by one: let there be few
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)[:n_bytes]
 
 

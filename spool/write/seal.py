@@ -29,6 +29,7 @@ from spool.stores.local import (
     pwrite_all,
     read_file,
     set_direct,
+    spare_prefix,
     sync_dir,
     tail_name,
     write_atomic,
@@ -126,6 +127,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
         for spec in folder.schema.arrays:
             for _, path in _tails(folder, spec, pack):
                 os.unlink(path)
+            _remove_spares(folder, spec, pack)
         if contents.payloads or any(rows.values()):
             table = records.encode(contents.payloads)
             write_atomic(f"{folder.path}/records/{pack}.arrow", table)
@@ -212,6 +214,14 @@ def _tails(folder: Folder, spec: ArraySpec, pack: int) -> list[tuple[int, str]]:
     path = f"{folder.path}/{spec.name}"
     found = ((parse_tail(name), name) for name in os.listdir(path))
     return [(tail[1], f"{path}/{name}") for tail, name in found if tail and tail[0] == pack]
+
+
+def _remove_spares(folder: Folder, spec: ArraySpec, pack: int) -> None:
+    """Remove what a writer that was killed kept to make tails of."""
+    path = f"{folder.path}/{spec.name}"
+    for name in os.listdir(path):
+        if name.startswith(spare_prefix(pack)):
+            os.unlink(f"{path}/{name}")
 
 
 def _size(path: str) -> int:

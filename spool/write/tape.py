@@ -13,6 +13,10 @@ Large appends are flushed: whole blocks go from the ring to the shard file befor
 keeps what lies behind the size that was last settled, so that a flush can be undone until then. Small ones are written
 to the tail, and when that is long enough the committed blocks of it are moved to the shard file by a thread of the
 stream; until the move has landed, what is appended goes to the old tail and to the next.
+
+A tail that is done with is used again under the next name: some file systems make new files slowly where many were
+removed. Its bytes change only after the shard file has grown past them, so a reader that sees the size of the shard
+unchanged after it has read a tail has read the right one.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import threading
 from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
-from spool.stores.local import BLOCK, open_direct, pwrite_all, sync_dir, tail_name
+from spool.stores.local import BLOCK, open_direct, pwrite_all, spare_prefix, sync_dir, tail_name
 from spool.write.folder import Folder, unlink_quietly
 from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
@@ -74,6 +78,8 @@ class Tape:
         self._shard: int | None = None
         self._tail: _Tail | None = None
         self._stale: _Tail | None = None
+        self._spares: list[_Tail] = []
+        self._n_spares = 0
         self._new_names = False
         self._mover = mover
         self._move: _Move | None = None
@@ -149,8 +155,7 @@ class Tape:
         self._settled_size = self._size
         tail, self._stale = self._stale, None
         if tail is not None:
-            os.close(tail.fd)
-            unlink_quietly(tail.path)
+            self._retire(tail)
 
     def rewind(self) -> None:
         """Forget what was filled behind ``whole``, on disk too.
@@ -178,6 +183,8 @@ class Tape:
         """Close the files, behind a move that is on its way; what they hold stays."""
         if self._move is not None:
             self._move.done.wait()
+        for spare in self._spares:
+            unlink_quietly(spare.path)
         self.abandon()
 
     def abandon(self) -> None:
@@ -185,7 +192,7 @@ class Tape:
         if self._move is not None and self._move.tail is not None:
             os.close(self._move.tail.fd)
         self._move = None
-        tails, self._stale, self._tail = (self._stale, self._tail), None, None
+        tails, self._stale, self._tail, self._spares = (self._stale, self._tail, *self._spares), None, None, []
         for tail in tails:
             if tail is not None:
                 os.close(tail.fd)
@@ -256,8 +263,7 @@ class Tape:
             stale, self._tail = self._tail, move.tail
             self._size = self._settled_size = move.cut
         if stale is not None:
-            os.close(stale.fd)
-            unlink_quietly(stale.path)
+            self._retire(stale)
 
     def _undo_flush(self, shard: int) -> None:
         os.ftruncate(shard, self._settled_size)
@@ -278,15 +284,33 @@ class Tape:
 
     def _new_tail(self, size: int, stop: int) -> _Tail:
         path = f"{self._array_path}/{tail_name(self._pack, size)}"
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        spare = self._spares.pop() if self._spares else self._make_spare()
         try:
-            self._copy(fd, size, stop, size)
+            os.ftruncate(spare.fd, 0)
+            self._copy(spare.fd, size, stop, size)
+            os.rename(spare.path, path)
         except BaseException:
-            os.close(fd)
-            unlink_quietly(path)
+            os.close(spare.fd)
+            unlink_quietly(spare.path)
             raise
         self._new_names = True
-        return _Tail(fd, path)
+        return _Tail(spare.fd, path)
+
+    def _make_spare(self) -> _Tail:
+        self._n_spares += 1
+        path = f"{self._array_path}/{spare_prefix(self._pack)}{self._n_spares}"
+        return _Tail(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), path)
+
+    def _retire(self, tail: _Tail) -> None:
+        """Take a tail out of readers' sight and keep its file for the next."""
+        self._n_spares += 1
+        path = f"{self._array_path}/{spare_prefix(self._pack)}{self._n_spares}"
+        try:
+            os.rename(tail.path, path)
+        except OSError:  # what is committed stays committed; a tail too many does no harm
+            os.close(tail.fd)
+            return
+        self._spares.append(_Tail(tail.fd, path))
 
     def _drop_tail(self) -> None:
         tail, self._tail = self._tail, None

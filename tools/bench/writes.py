@@ -35,6 +35,7 @@ def make_step(n_rows: int, seed: int) -> dict[str, np.ndarray]:
 def append(sp: spool.Spool, step: dict[str, np.ndarray], session: spool.Session | None = None) -> spool.StepRef:
     """Append one step as a new session's first, or to ``session``."""
     n_prompt = len(step["tokens"]) - len(step["logprobs"])
+    step["tokens"][0] = next(_ids) % 150_000  # a prompt of its own, so that nothing is shared
     session = session or sp.session(f"bench-{next(_ids)}", experts=SHAPE)
     return session.append(
         prompt_token_ids=step["tokens"][:n_prompt],
@@ -97,8 +98,9 @@ def against_disk(root: str, *, runs: int, n_bytes: int) -> Iterator[Row]:
     n_steps = max(n_bytes // stored // 8, 1)
 
     def one_session(sp: spool.Spool, step: dict[str, np.ndarray]) -> None:
+        session = sp.session(f"bench-{next(_ids)}", experts=SHAPE)
         for _ in range(n_steps):
-            append(sp, step)
+            append(sp, step, session)
 
     def ours() -> None:
         with ThreadPoolExecutor(8) as threads:
