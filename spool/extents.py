@@ -74,6 +74,10 @@ def added_extents(schema: Schema, plan: AppendPlan, runs: Runs, stream: str) -> 
     """Return what a step adds to its parent's chain, by stored array: the rows in ``runs`` and those it shares."""
     added: dict[str, tuple[Extent, ...]] = {}
     for spec in schema.fields:
+        if not plan.shared and not spec.ragged:
+            if found := place(stream, runs.get(spec.name, ()), plan.store.get(spec.name, ())):
+                added[spec.name] = tuple(found)
+            continue
         names = [array.name for array in spec.arrays]
         shared = zip(*(plan.shared.get(name, ()) for name in names), strict=True)
         pairs = sorted(

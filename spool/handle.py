@@ -502,9 +502,14 @@ class Spool:
         return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 
     def recover(self, *, dry_run: bool = False) -> list[Recovered]:
-        """Seal what dead writers left behind; live writers are left alone. Then end idle sessions."""
+        """Seal what dead writers left behind; live writers are left alone. Then end idle sessions.
+
+        Where events were lost the catalog is made anew: it may know them still, and others by the wrong number.
+        """
         found = recover(self.config.root, dry_run=dry_run)
         if not dry_run:
+            if any(stream.damaged_bytes for stream in found):
+                self._feeder.rebuild()
             self.expire_idle()
         return found
 

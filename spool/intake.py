@@ -79,7 +79,7 @@ class Source(Struct, frozen=True):
                 part = rows[first : first + HASH_ROWS]
                 stored = np.empty((len(part), *self.spec.shape), numpy_dtype(self.spec.dtype))
                 self.store(stored, part)
-                digest.update(stored.data)
+                digest.update(stored.reshape(-1).view(np.uint8).data)  # bytes: bfloat16 has no buffer of its own
         if self.ends is not None:
             digest.update(self.ends.data)
         return digest.digest()

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pty
+import select
 import shutil
 import struct
 import subprocess
@@ -104,7 +105,8 @@ def _main(args, paths, env, cwd):
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd or "/")
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    streams = [open(end, "r" if end == 0 else "w", closefd=False) for end in range(3)]  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
     sys.argv = ["spool", *args]
     from spool.cli import main
 
@@ -112,22 +114,20 @@ def _main(args, paths, env, cwd):
 
 
 def on_terminal(*args, columns=80, code=0, env=None):
-    """Run the installed script on a terminal of its own; return what it showed, lines apart, colours left out."""
+    """Run the command line in a fork on a terminal of its own; return what it showed, escape sequences included."""
     parent, child = pty.openpty()
     ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(
-        [SCRIPT, *map(str, args)], stdin=child, stdout=child, stderr=child, env=environment(**(env or {}))
-    )
-    os.close(child)
+    paths = [os.ttyname(child)] * 3
+    process = _forks.Process(target=_main, args=(list(map(str, args)), paths, environment(**(env or {})), None))
+    process.start()
     shown = b""
     while True:
-        try:
-            piece = os.read(parent, 1 << 16)
-        except OSError:
+        ended = not process.is_alive()
+        if select.select([parent], [], [], 0 if ended else 0.05)[0]:
+            shown += os.read(parent, 1 << 16)
+        elif ended:
             break
-        if not piece:
-            break
-        shown += piece
     os.close(parent)
-    assert process.wait(60) == code, shown
+    os.close(child)
+    assert process.exitcode == code, shown
     return shown.decode().replace("\r\n", "\n")

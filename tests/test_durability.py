@@ -1,17 +1,18 @@
-"""Attacks on one node: kills, full disks, forks, damaged indexes, two owners. Nothing acknowledged is lost or altered."""
+"""Attacks on one node: kills, full disks, forks, damaged indexes, two owners. What was acknowledged stays as it was."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import contextlib
+import contextvars
 import logging
 import multiprocessing
 import os
 import pickle
 import random
-import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -23,7 +24,7 @@ import pytest
 from kit import SHAPE, add, counting, probabilities, routing
 
 import spool
-from spool.errors import CapacityError, IntegrityError, LockedError, SessionStateError, SpoolError, StorageError
+from spool.errors import CapacityError, IntegrityError, LockedError, SessionStateError, SpoolError
 from spool.formats.frames import LOG_HEADER, scan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,14 +97,14 @@ def python(code, *arguments, **options):
     return done.stdout
 
 
-# -- kills ---------------------------------------------------------------------------------------------------------------
+# -- kills -----------------------------------------------------------------------------------------------------------
 
 
 def test_whatever_killed_writers_acknowledged_is_there_whole_and_alone(tmp_path):
     chance, n_steps = random.Random(7), 0
     for number in range(2):
         claims, uri = soak.Claims(), f"file://{tmp_path}/{number}"
-        for again in range(2):
+        for again in range(1 + number):
             seeds = [1000 * number + 100 * again + i for i in range(2)]
             soak.kill_round(uri, seeds, chance.uniform(0.2, 0.7), claims=claims)
         soak.check_in_fresh_process(uri, claims)
@@ -119,12 +120,12 @@ def test_the_check_of_killed_writers_can_fail(tmp_path, damage):
         tokens = np.arange(300, dtype=np.int32)
         ref = s.append(
             prompt_token_ids=tokens[:200], response_token_ids=tokens[200:], routed_experts=soak.routing(tokens),
-            logprobs=soak.logprobs(tokens, 200),
+            logprobs=soak.logprobs(tokens, 200), messages=[{"role": "user", "content": ""}],
         )  # fmt: skip
     claims = soak.Claims()
     claims.steps["s", ref.step_id] = ref, soak.crc_of(tokens)
     soak.check_in_fresh_process(uri, claims)
-    shard = next((tmp_path / "spool" / "streams").glob("*/token_ids/c/0/0"))
+    shard = next((tmp_path / "spool" / "streams").glob("*/token_ids/c/0"))
     if damage == "altered":
         with shard.open("r+b") as file:
             file.write(b"\x07")
@@ -136,7 +137,7 @@ def test_the_check_of_killed_writers_can_fail(tmp_path, damage):
         soak.check_in_fresh_process(uri, claims)
 
 
-# -- no room -------------------------------------------------------------------------------------------------------------
+# -- no room ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -144,7 +145,9 @@ def tiny_disk(tmp_path):
     """A file system of 16 MiB, without direct I/O."""
     path = tmp_path / "tiny"
     path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)], capture_output=True, check=False
+    )
     if done.returncode != 0:
         pytest.fail(f"this test mounts a small tmpfs and needs the right to: {done.stderr.decode()}")
     yield path
@@ -152,12 +155,17 @@ def tiny_disk(tmp_path):
 
 
 def fill_disk(folder, leave):
-    """Take all room but ``leave`` bytes; return the file to delete."""
-    ballast = folder / f"ballast-{time.monotonic_ns()}"
+    """Take all room but about ``leave`` bytes; return the file to delete."""
+    ballast = Path(folder) / f"ballast-{time.monotonic_ns()}"
     with ballast.open("wb") as file:
-        free = os.statvfs(folder)
-        os.posix_fallocate(file.fileno(), 0, max(free.f_bavail * free.f_frsize - leave, 4096))
-    return ballast
+        while True:
+            free = os.statvfs(folder)
+            n_bytes = free.f_bavail * free.f_frsize - leave
+            # what is written beside this takes room too: then look again
+            with contextlib.suppress(OSError):
+                if n_bytes > 0:
+                    os.posix_fallocate(file.fileno(), 0, n_bytes)
+                return ballast
 
 
 def append_until_full(sp, kept, names, sizes, *, tries=400):
@@ -222,13 +230,11 @@ def test_closing_and_exiting_on_a_full_disk_loses_nothing(tiny_disk, kept):
     with pytest.raises(SessionStateError):
         add(session(sp, "a"), [1], [2])
     out = python(
-        "import spool, pickle, os; from kit import *\n"
+        "import spool, pickle, os; from kit import *; from test_durability import fill_disk\n"
         "sp = spool.open(sys.argv[1]); os.unlink(sys.argv[2])\n"
         "s = sp.session('exits', experts=SHAPE)\n"
         "ref = add(s, counting(2000), [7])\n"
-        "fd = os.open(sys.argv[2], os.O_CREAT | os.O_WRONLY)\n"
-        "free = os.statvfs(os.path.dirname(sys.argv[2]))\n"
-        "os.posix_fallocate(fd, 0, free.f_bavail * free.f_frsize)\n"
+        "fill_disk(os.path.dirname(sys.argv[2]), 0)\n"
         "print(pickle.dumps(ref).hex())",
         uri,
         next(tiny_disk.glob("ballast-*")),
@@ -246,11 +252,11 @@ def test_a_file_size_limit_refuses_and_loses_nothing(tmp_path):
         "import spool, resource; from kit import *; from test_durability import Kept, append_until_full\n"
         "from spool.errors import CapacityError\n"
         "kept, uri = Kept(), sys.argv[1]\n"
-        "sp = spool.open(uri + '?append_timeout_s=0.05'); s = sp.session('s', experts=SHAPE)\n"
+        "sp = spool.open(uri + '?append_timeout_s=0.01'); s = sp.session('s', experts=SHAPE)\n"
         "kept.add(s, counting(3000), [1])\n"
         "for limit in (1 << 16, 200_000, 1 << 20):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
-        "    refused = append_until_full(sp, kept, ['s', 't'], (5000, 50), tries=150)\n"
+        "    refused = append_until_full(sp, kept, ['s', 't'], (9000, 50), tries=90)\n"
         "    assert refused, limit\n"
         "    kept.check(sp)\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
@@ -261,7 +267,7 @@ def test_a_file_size_limit_refuses_and_loses_nothing(tmp_path):
     assert int(out) > 3
 
 
-# -- the limit of the hot tier ---------------------------------------------------------------------------------------------
+# -- the limit of the hot tier ---------------------------------------------------------------------------------------
 
 
 def file_bytes(root):
@@ -304,8 +310,8 @@ def test_hot_bytes_is_a_hard_limit_and_killed_writers_give_their_room_back(tmp_p
         pass
     most = 0
     writers = [
-        subprocess.Popen([sys.executable, "-c", head + FILL, uri, str(n), ("die", "live")[n % 2]], stderr=subprocess.PIPE,
-                         stdout=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-c", head + FILL, uri, str(n), ("die", "live")[n % 2]],
+                         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
         for n in range(2)
     ]  # fmt: skip
     while any(writer.poll() is None for writer in writers):
@@ -323,7 +329,7 @@ def test_hot_bytes_is_a_hard_limit_and_killed_writers_give_their_room_back(tmp_p
         assert sum(sp._catalog.usage().values()) <= 32 * MIB, "room of dead writers was not given back"
 
 
-# -- forks ---------------------------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------------------------
 
 
 FORKS = """
@@ -372,7 +378,7 @@ def main(uri):
         list(sp.sessions())
     threads = [threading.Thread(target=guarded, args=(work,)) for work in (write, write, read, read)]
     for thread in threads: thread.start()
-    for n in range(8):
+    for n in range(6):
         pid = os.fork()
         if pid == 0:
             try:
@@ -395,7 +401,7 @@ def main(uri):
     assert not failures
     kept.check(sp); kept.check_index(sp)
     names = {row.session_id for row in sp.sessions()}
-    assert {f"child{n}" for n in range(8)} <= names, names
+    assert {f"child{n}" for n in range(6)} <= names, names
     sp.close(); kept.check_all(uri)
     print("held", len(kept.steps))
 
@@ -457,7 +463,7 @@ def test_a_fork_inside_a_catalog_transaction(sp, kept):
     assert sp._catalog.check() == []
 
 
-# -- readers beside writers, scarce descriptors ----------------------------------------------------------------------------
+# -- readers beside writers, scarce descriptors ----------------------------------------------------------------------
 
 
 READ = """
@@ -561,7 +567,7 @@ def test_many_tiny_sessions(sp):
     assert sp._recorder.sessions() == []
 
 
-# -- a damaged index, torn files --------------------------------------------------------------------------------------------
+# -- a damaged index, torn files -------------------------------------------------------------------------------------
 
 
 def spoil_catalog(path, how):
@@ -611,7 +617,7 @@ def test_an_index_that_cannot_be_written_stops_no_append_and_no_read(sp, tmp_pat
     kept.add(live, [1], [2])
     list(sp.sessions())
     path = tmp_path / "spool" / "catalog.sqlite"
-    blocker = __import__("sqlite3").connect(path, isolation_level=None)
+    blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")  # what another process could do for a minute
     try:
         started = time.monotonic()
@@ -713,8 +719,8 @@ def test_case_24_a_log_cut_at_every_byte_of_its_last_frames(tmp_path):
             found = [finding.text for finding in sp.verify().findings]
             assert any("lost" in text or "unfinished" in text for text in found), (cut, found)
             problems = sp._feeder.rebuild()
-            assert problems, f"cut at {cut}: the index shrank without a word"
-            assert [ref for ref in sp.steps("s")] == refs[:whole]
+            assert [problem.kind for problem in problems] == ["short"], f"cut at {cut}: the index shrank without a word"
+            assert sp.steps("s") == refs[:whole]
             for ref in refs:  # payload is there all the same
                 assert sp.read(ref, verify="always")["token_ids"][0] == ref.index
     log.write_bytes(data)
@@ -738,7 +744,7 @@ def test_case_24_recovery_of_a_cut_log_is_counted_against_the_catalog(tmp_path, 
         assert sp.steps("s") == refs, "what the index knows is not forgotten"
 
 
-# -- who owns a session -------------------------------------------------------------------------------------------------
+# -- who owns a session ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["by id", "by token"])
@@ -847,7 +853,7 @@ def test_other_processes_withdraw_and_annotate_a_live_session(open_spool, spool_
     kept.check(sp)
 
 
-# -- closing, interrupting, cancelling --------------------------------------------------------------------------------------
+# -- closing, interrupting, cancelling -------------------------------------------------------------------------------
 
 
 def test_closing_while_threads_append(tmp_path, kept):
@@ -860,8 +866,8 @@ def test_closing_while_threads_append(tmp_path, kept):
             try:
                 for i in range(10_000):
                     kept.add(session(sp, f"{n}-{i % 3}"), [n, i], [1])
-            except SpoolError as error:
-                ended.append(error)
+            except SpoolError as raised:
+                ended.append(raised)
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
         for thread in threads:
@@ -890,11 +896,21 @@ def test_a_transaction_that_others_end_the_session_under_is_refused(sp):
     assert [ref.index for ref in sp.steps("s")] == [0]
 
 
-class Interrupted(Exception):
+def test_a_step_with_an_id_and_a_bfloat16_field_may_be_sent_again(sp):
+    spec = spool.FieldSpec(name="hidden", dtype="bfloat16", align="response", shape=(2,))
+    s = sp.session("s", fields=[spec])
+    step = {"prompt_token_ids": [1], "response_token_ids": [2, 3], "fields": {"hidden": np.ones((2, 2), np.float32)}}
+    ref = s.append(**step, step_id="x")
+    assert s.append(**step, step_id="x") == ref
+    with pytest.raises(spool.StepConflictError):
+        s.append(**{**step, "fields": {"hidden": np.zeros((2, 2), np.float32)}}, step_id="x")
+
+
+class InterruptedByHandlerError(Exception):
     """What a signal handler raises."""
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, Interrupted])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, InterruptedByHandlerError])
 def test_an_append_that_is_interrupted_after_its_commit_is_known(open_spool, spool_uri, kept, monkeypatch, kind):
     sp = open_spool()
     s = session(sp)
@@ -929,8 +945,6 @@ def test_an_append_that_is_interrupted_after_its_commit_is_known(open_spool, spo
 
 def threadless(call, *arguments):
     """Call outside the transaction of this task."""
-    import contextvars
-
     return contextvars.Context().run(call, *arguments)
 
 
@@ -953,10 +967,8 @@ def test_cancelling_at_every_await_point_is_whole_or_absent(open_spool, spool_ur
             if number % 3:
                 await asyncio.sleep(0.0004 * (number % 17))
             task.cancel()
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait_for(task, 20)
-            except asyncio.CancelledError:
-                pass
             ref = await asyncio.wait_for(session(sp, f"after{number}").append_async(prompt_token_ids=[1]), 20)
             kept.steps.append((ref, [1]))
 
@@ -1009,7 +1021,6 @@ def test_memory_stays_bounded_while_much_is_appended(tmp_path):
         f"file://{tmp_path}/spool",
     )
     first, last = map(int, out.split())
-    assert last - first <= 64 + 24, f"{first} MiB after the first of 16 steps of 20 MiB, {last} after the last and a read"
-
-
-assert errno and resource and StorageError
+    assert last - first <= 64 + 24, (
+        f"{first} MiB after the first of 16 steps of 20 MiB, {last} after the last and a read"
+    )

@@ -10,6 +10,8 @@ the catalog has all of it, caught up and rebuilt alike, and that nothing half-do
 Contents are functions of the token ids before them, so any step that is visible can be checked, acknowledged or not.
 """
 
+# ruff: noqa: SLF001 - the catalog's dump is nobody's business but this check's
+
 from __future__ import annotations
 
 import argparse
@@ -41,7 +43,7 @@ LEAST_STEPS = 3
 FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-# -- contents: functions of the tokens -----------------------------------------------------------------------------------
+# -- contents: functions of the tokens -------------------------------------------------------------------------------
 
 
 def prefix_hashes(tokens: Any) -> Any:
@@ -117,7 +119,7 @@ def check_segment(sp: Any, ref: Any) -> Any:
     return tokens
 
 
-# -- a writer ------------------------------------------------------------------------------------------------------------
+# -- a writer --------------------------------------------------------------------------------------------------------
 
 
 class Acknowledged:
@@ -228,8 +230,7 @@ class Worker:
         refs = []
         try:
             with s.transaction():
-                for i in range(count):
-                    refs.append(self.step(s, chains, f"t{number}-{i}-{count}", told=False))
+                refs += [self.step(s, chains, f"t{number}-{i}-{count}", told=False) for i in range(count)]
                 if self.chance.random() < 0.25:
                     raise KeyError
         except KeyError:
@@ -274,7 +275,7 @@ def write(uri: str, seed: int, n_threads: int) -> None:
     sys.exit(1)
 
 
-# -- the check -----------------------------------------------------------------------------------------------------------
+# -- the check -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -360,6 +361,8 @@ def check_index(sp: Any, claims: Claims) -> None:
         assert kept == [(ref.id, ref.extents) for ref in refs], f"{session_id}: other segments than were returned"
     for session_id, n in claims.notes.items():
         assert sessions[session_id].facts["n"] >= n, f"{session_id}: an annotation is lost"
+    for session_id, n in claims.released.items():
+        assert len(sp._catalog.released(session_id)) == n, f"{session_id}: a release is lost"
     for ref, n in claims.late.values():
         sample = sp.read(ref, fields=["token_ids", "late"], verify="always")
         base = late(sample["token_ids"], 0)
@@ -417,7 +420,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], what: str) -> None:
             raise AssertionError(f"{what}: {table} differs: {only}")
 
 
-# -- rounds --------------------------------------------------------------------------------------------------------------
+# -- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def kill_round(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -10,16 +12,23 @@ from spool.audit.report import Finding, Findings
 from spool.audit.streams import Stream, Streams, group_key
 from spool.errors import SpoolError
 from spool.formats import shard
+from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.stores.hot import HotStore
 
+Ends = Mapping[str, Mapping[int, int]]
+"""How many rows of an array (by name) in a pack are named by steps, counted from the pack's first."""
 
-def check_metadata(streams: Streams, name: str, findings: Findings, *, skip: Collection[str] = ()) -> set[int]:
+
+def check_metadata(
+    streams: Streams, name: str, ends: Ends, findings: Findings, *, skip: Collection[str] = ()
+) -> set[int]:
     """Check what a stream's documents and the indexes of its sealed shards say.
 
     Args:
         streams: of the root.
         name: the stream.
+        ends: rows of the stream that must be there.
         findings: takes what is wrong.
         skip: paths of shards known to be damaged.
 
@@ -27,57 +36,67 @@ def check_metadata(streams: Streams, name: str, findings: Findings, *, skip: Col
         The packs that the documents call sealed.
     """
     stream, store = streams.get(name), streams.store
-    path = store.path(group_key(name))
     if isinstance(stream, SpoolError):
+        path = store.path(group_key(name))
         findings.add(Finding(kind="integrity", text=str(stream), stream=name, file=path))
         return set()
-    if _differs_from_copy(store, name):
-        text = "it is not what it was made as, the copy in the file lock: the bytes were altered"
-        findings.add(Finding(kind="integrity", text=text, stream=name, file=path))
+    # looked for before the documents are read: a live writer seals on
+    sealed = {pack for pack in {*chain(*ends.values())} if os.path.exists(records_path(store.root, name, pack))}
     packs: set[int] = set()
     for array in stream.schema.arrays:
-        packs |= _check_array(store, stream, array, findings, skip)
+        key = f"streams/{name}/{array.name}/zarr.json"
+        where = {"kind": "integrity", "stream": name, "field": array.name}
+        try:
+            data = store.read(key)
+            valid = shard.parse_rows(data)[1]
+        except SpoolError as error:
+            findings.add(Finding(**where, text=str(error), file=store.path(key)))  # type: ignore[arg-type]
+            continue
+        packs |= {first // stream.layout.shard_rows[array.name] for first, count in valid if count}
+        named = {pack: n for pack, n in ends.get(array.name, {}).items() if pack in sealed}
+        if not _is_right(stream, array, data, valid, named):
+            text = "it does not say what the stream's schema, its layout and the steps say: the bytes were altered"
+            findings.add(Finding(**where, text=text, file=store.path(key)))  # type: ignore[arg-type]
+            continue
+        for path, rows in _without_index(store, stream, array, valid):
+            if path not in skip:
+                text = (
+                    "the index of the shard is missing or altered: its rows are there, but Zarr readers do not open it"
+                )
+                findings.add(Finding(**where, text=text, rows=rows, file=path))  # type: ignore[arg-type]
     return packs
 
 
-def _differs_from_copy(store: HotStore, name: str) -> bool:
-    try:
-        copy = store.read(f"streams/{name}/lock")
-    except SpoolError:
-        return False
-    return copy != store.read(group_key(name))
-
-
-def _check_array(
-    store: HotStore, stream: Stream, array: ArraySpec, findings: Findings, skip: Collection[str]
-) -> set[int]:
-    key = f"streams/{stream.name}/{array.name}/zarr.json"
-    chunk_rows, shard_rows = stream.layout.chunk_rows[array.name], stream.layout.shard_rows[array.name]
-
-    def report(text: str, file: str, rows: tuple[int, int] | None = None) -> None:
-        where = {"stream": stream.name, "field": array.name, "file": file}
-        findings.add(Finding(kind="integrity", text=text, rows=rows, **where))  # type: ignore[arg-type]
-
-    try:
-        data = store.read(key)
-        n_rows, valid = shard.parse_rows(data)
-    except SpoolError as error:
-        report(str(error), store.path(key))
-        return set()
+def _is_right(
+    stream: Stream, array: ArraySpec, data: bytes, valid: Sequence[tuple[int, int]], named: Mapping[int, int]
+) -> bool:
+    shard_rows = stream.layout.shard_rows[array.name]
+    counts = {first // shard_rows: count for first, count in valid}
     expected = shard.array_metadata(
-        array, chunk_rows=chunk_rows, shard_rows=shard_rows, n_rows=n_rows, valid_rows=valid
-    )  # fmt: skip
-    if msgspec.json.decode(data) != msgspec.json.decode(expected):
-        report("it does not say what the stream's schema and layout say: the bytes were altered", store.path(key))
+        array,
+        chunk_rows=stream.layout.chunk_rows[array.name],
+        shard_rows=shard_rows,
+        n_rows=sum(valid[-1]) if valid else 0,
+        valid_rows=valid,
+    )
+    return (
+        msgspec.json.decode(data) == msgspec.json.decode(expected)
+        and all(first % shard_rows == 0 and 0 <= count <= shard_rows for first, count in valid)
+        and all(counts.get(pack, 0) >= n for pack, n in named.items())
+    )
+
+
+def _without_index(
+    store: HotStore, stream: Stream, array: ArraySpec, valid: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    chunk_rows, shard_rows = stream.layout.chunk_rows[array.name], stream.layout.shard_rows[array.name]
     for first, count in valid:
-        shard_key = stream.shard_key(array, first)
         index = shard.shard_index(
             count * array.row_bytes, chunk_bytes=chunk_rows * array.row_bytes, n_chunks=shard_rows // chunk_rows
         )
-        if count and store.path(shard_key) not in skip and _end(store, shard_key, len(index)) != index:
-            text = "the index of the shard is missing or altered: Zarr readers cannot open it, its rows are there"
-            report(text, store.path(shard_key), (first, first + count))
-    return {first // shard_rows for first, count in valid if count}
+        key = stream.shard_key(array, first)
+        if count and _end(store, key, len(index)) != index:
+            yield store.path(key), (first, first + count)
 
 
 def _end(store: HotStore, key: str, n_bytes: int) -> bytes:

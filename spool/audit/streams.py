@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from spool.errors import SpoolError
+from spool.errors import IntegrityError, SpoolError
 from spool.formats import shard
 from spool.logs.streams import stream_names
 from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema
@@ -58,9 +58,22 @@ class Streams:
         return self._known[name]
 
     def _read(self, name: str) -> Stream:
-        schema, layout = shard.parse_group(self.store.read(group_key(name)))
+        data = self.store.read(group_key(name))
+        schema, layout = shard.parse_group(data)
+        if self._copy(name) not in (data, b""):
+            raise IntegrityError(
+                "zarr.json is not what its copy, the file lock, says: one of them was altered, and it is not known "
+                "where the rows are; compare them and restore the wrong one",
+                stream=name,
+            )
         fields = {array.name: spec for spec in schema.fields for array in spec.arrays}
         return Stream(name, schema, layout, {array.name: array for array in schema.arrays}, fields)
+
+    def _copy(self, name: str) -> bytes:
+        try:
+            return self.store.read(f"streams/{name}/lock")
+        except SpoolError:
+            return b""
 
 
 def group_key(stream: str) -> str:

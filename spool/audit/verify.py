@@ -65,9 +65,9 @@ def verify(store: HotStore, recorded: Recorded, *, deep: bool = False, progress:
             progress(done, total)
     for whole, steps in sorted(named.extents.items()):
         rows.check_named(whole, steps)
-    n_packs = 0
+    n_packs, ends = 0, _ends(places)
     for name in sorted({*streams.names(), *(stream for stream, _ in recorded.packs)}):
-        packs = check_metadata(streams, name, findings, skip=rows.files)
+        packs = check_metadata(streams, name, ends.get(name, {}), findings, skip=rows.files)
         packs |= {pack for stream, pack in recorded.packs if stream == name}
         states = {pack: recorded.packs.get((name, pack), LogState()) for pack in sorted(packs)}
         told = {problem.pack for problem in recorded.problems if problem.stream == name}
@@ -85,6 +85,16 @@ class _Place(NamedTuple):
     key: str
     start: int
     length: int
+
+
+def _ends(places: Iterable[_Place]) -> dict[str, dict[str, dict[int, int]]]:
+    """Return by stream, array and pack where the last of the rows in that pack ends."""
+    ends: dict[str, dict[str, dict[int, int]]] = {}
+    for place in places:
+        pack, row = divmod(place.whole.row, place.stream.layout.shard_rows[place.array.name])
+        packs = ends.setdefault(place.stream.name, {}).setdefault(place.array.name, {})
+        packs[pack] = max(packs.get(pack, 0), row + place.whole.n)
+    return ends
 
 
 class _Rows:

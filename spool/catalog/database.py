@@ -151,7 +151,7 @@ class Database:
                 busy=True,
             ) from error
         except (apsw.IOError, apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
-            if link.connection is not None and link.connection.system_errno() in NO_ROOM:
+            if link.connection is not None and link.connection.system_errno in NO_ROOM:
                 raise _no_room(name, error) from error
             raise StorageError(f"cannot use {name}: {error}; check the disk and its permissions", path=name) from error
 

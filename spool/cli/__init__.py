@@ -9,7 +9,7 @@ from importlib import import_module
 
 import click
 
-from spool.cli.exits import Exit, report
+from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
 
 VERBS = ("cat", "demo", "du", "import", "info", "locate", "ls", "rebuild", "recover", "show", "verify")
@@ -27,6 +27,14 @@ class _Verbs(click.Group):
         module = import_module(f"spool.cli.{cmd_name}_")
         command: click.Command = module.command
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a verb; that whoever reads has seen enough is no failure, for which click would take it."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            hush()
+            return Exit.OK
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -41,7 +41,6 @@ def report(error: BaseException) -> Exit:
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return Exit.INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # whoever reads has seen enough; the interpreter's last flush must not find the pipe again
         hush()
         return Exit.OK
     if isinstance(error, click.ClickException):
@@ -58,6 +57,6 @@ def report(error: BaseException) -> Exit:
 
 
 def hush() -> None:
-    """Send what is still to be written to stdout nowhere."""
+    """Send what is still to be written to stdout nowhere, or the interpreter's last flush finds the pipe again."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

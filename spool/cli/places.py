@@ -71,8 +71,8 @@ def find_refs(sp: Spool, texts: Iterable[str]) -> list[Found]:
 def find(sp: Spool, text: str) -> list[Found]:
     """Return the references that one text names.
 
-    In this order: the session of exactly this id (its final segments, those of ``lineage`` while it lives); a
-    reference as JSON; those in a file; a step; a segment.
+    In this order: the session of exactly this id (its final segments, those of ``lineage`` while it lives); a step; a
+    segment; a reference as JSON; those in a file.
 
     Raises:
         NotFoundError: nothing is recorded under that name.
@@ -80,11 +80,12 @@ def find(sp: Spool, text: str) -> list[Found]:
     """
     if is_session(sp, text):
         return list(sp.final_segments(text))
+    part = _step(sp, text) or _segment(sp, text)
+    if part:
+        return part
     if text.startswith("{"):
         return _parsed(text)
-    if text.startswith("@"):
-        return _parsed(_read(text[1:]))
-    return _step(sp, text) or _segment(sp, text) or _nothing(sp, text)
+    return _parsed(_read(text[1:])) if text.startswith("@") else _nothing(sp, text)
 
 
 def is_session(sp: Spool, text: str) -> bool:

@@ -80,6 +80,6 @@ def _said(row: Mapping[str, Any], would: str) -> list[str]:
     if row["damaged_bytes"]:
         said.append(f"LOST: {format_size(row['damaged_bytes'])} of damaged events in the log")
     for short in row["shortfalls"]:
-        missing = format_size(short["expected"] - short["got"])
+        missing = format_size(short["expected_bytes"] - short["got_bytes"])
         said.append(f"LOST: {missing} of {short['array']} in pack {short['pack']}")
     return [*said, *([f"NOT RECOVERED: {row['error']}"] if row["error"] else [])]

@@ -6,7 +6,9 @@ import re
 import time
 import unicodedata
 
-_SUSPECT = re.compile(r"[^\x20-\x7e]")
+_PICTURE = "\u2600-\u27bf\U0001f000-\U0001faff"
+# a joiner inside of an emoji is part of it, anywhere else it hides
+_SUSPECT = re.compile(f"(?!(?<=[{_PICTURE}\ufe0f])\u200d[{_PICTURE}])[^\\x20-\\x7e]")
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 

@@ -239,7 +239,7 @@ def _check_zero(rows: Array, runs: list[tuple[int, int]], spec: FieldSpec, what:
     if n < 2:
         return
     first, end = max(runs, key=lambda run: run[1] - run[0])
-    sample = rows[np.linspace(first, end - 1, _SAMPLES).astype(np.intp)]
+    sample = rows[first : end : max((end - first) // _SAMPLES, 1)]
     seen = np.logical_or.reduce(sample, axis=(0, 2)).tolist()
     layers = [
         absolute_layer(spec, layer, rows.shape[1])

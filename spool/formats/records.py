@@ -146,7 +146,7 @@ def one(buffer: bytes | memoryview | mmap.mmap, row: int) -> bytes:
 def _open(buffer: bytes | memoryview | mmap.mmap) -> pa.ipc.RecordBatchFileReader:
     try:
         return pa.ipc.open_file(pa.py_buffer(buffer), options=_EVENT_ONLY)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise _damaged(error) from error
 
 
@@ -155,7 +155,7 @@ def _events(reader: pa.ipc.RecordBatchFileReader, number: int) -> tuple[pa.Array
     try:
         batch = reader.get_batch(number)
         return batch.column("event"), batch.column("crc")
-    except (pa.ArrowInvalid, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError) as error:
         raise _damaged(error) from error
 
 

@@ -150,10 +150,19 @@ def parse_group(data: bytes) -> tuple[Schema, Layout]:
     """
     facts = parse_attributes(data)
     try:
-        fields = msgspec.convert(facts["schema"], tuple[FieldSpec, ...])
-        return Schema(fields), msgspec.convert(facts["layout"], Layout)
+        schema = Schema(msgspec.convert(facts["schema"], tuple[FieldSpec, ...]))
+        sizes = msgspec.convert(facts["layout"], Layout)
+        odd = [array.name for array in schema.arrays if not _is_sound(sizes, array.name)]
     except (LookupError, TypeError, msgspec.ValidationError, ConfigError) as error:
         raise _not_ours(error) from error
+    if odd:
+        raise _not_ours(f"its layout does not fit {', '.join(odd)}")
+    return schema, sizes
+
+
+def _is_sound(sizes: Layout, name: str) -> bool:
+    chunk_rows, shard_rows = sizes.chunk_rows[name], sizes.shard_rows[name]
+    return 0 < chunk_rows <= shard_rows and shard_rows % chunk_rows == 0
 
 
 def parse_attributes(data: bytes) -> dict[str, Any]:

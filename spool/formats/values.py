@@ -12,6 +12,7 @@ What may be stored in what:
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
@@ -142,13 +143,19 @@ def blocks(array: Array) -> Iterator[tuple[int, Array]]:
 
 def integers_within(array: Array, low: int, high: int) -> bool:
     """Whether all lie in ``[low, high)``: one maximum where ``low`` is 0, as negatives seen unsigned are huge."""
-    info = np.iinfo(array.dtype)
-    if low <= info.min and info.max < high:
+    smallest, largest, unsigned = _limits(array.dtype)
+    if low <= smallest and largest < high:
         return True
     if low == 0:
-        unsigned = array.view(array.dtype.str.replace("i", "u"))
-        return int(unsigned.max()) < min(high, info.max + 1)
+        return int(np.maximum.reduce(array.view(unsigned), axis=None)) < min(high, largest + 1)
     return int(array.max()) < high and int(array.min()) >= low
+
+
+@lru_cache(maxsize=32)
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int, np.dtype[Any]]:
+    """Smallest and largest value of an integer dtype, and the unsigned dtype of its size and byte order."""
+    info = np.iinfo(dtype)
+    return int(info.min), int(info.max), np.dtype(dtype.str.replace("i", "u"))
 
 
 def _unfit(block: Array, spec: FieldSpec) -> npt.NDArray[np.bool_]:

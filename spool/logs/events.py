@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from spool.catalog import Place
+from spool.catalog import Located, Place
 from spool.errors import IntegrityError, NotFoundError
 from spool.formats import records
 from spool.formats.frames import decode_event, scan
@@ -52,7 +52,19 @@ def read_events(root: str, places: Sequence[Place]) -> list[Single]:
 
 
 def _inner(event: Event, place: Place) -> Single:
-    return event.events[place.inner] if isinstance(event, Transaction) else event
+    parts = event.events if isinstance(event, Transaction) else (event,)
+    found = parts[place.inner] if place.inner < len(parts) else None
+    if found is None or (isinstance(place, Located) and _name(found) != _name(place.event)):
+        raise IntegrityError(
+            f"event {place.seq} of pack {place.pack} of stream {place.stream} is not the one that the catalog knows: "
+            "events before it were lost; rebuild the catalog",
+            stream=place.stream, pack=place.pack,
+        )  # fmt: skip
+    return found
+
+
+def _name(event: Single) -> tuple[object, ...]:
+    return type(event), getattr(event, "session_id", None), getattr(event, "index", None)
 
 
 def _from_log(path: str, places: Sequence[Place]) -> list[Event] | None:

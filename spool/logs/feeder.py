@@ -158,7 +158,10 @@ class LogFeeder:
         for (name, pack), state in before.items():
             n_events = after.get((name, pack), LogState()).n_events
             paths = log_path(self._root, name, pack), records_path(self._root, name, pack)
-            if n_events < state.n_events and any(map(os.path.exists, paths)) and (name, pack) not in self._problems:
+            problem = self._problems.get((name, pack))
+            if problem is not None and problem.kind == "damaged":
+                continue
+            if n_events < state.n_events and any(map(os.path.exists, paths)):
                 text = f"{n_events} events are there, {state.n_events} were known: the file was cut; some are lost"
                 self._report(name, pack, "short", text)
 
