@@ -154,9 +154,8 @@ def test_folders_with_odd_names(tmp_path):
         add(sp.session("s", experts=SHAPE), [1, 2], [3])
     (root / "streams" / f"x{EVIL}").mkdir()
     for call in (("info",), ("du",), ("locate", "s:0"), ("locate", "s:0", "--dd"), ("verify",), ("recover",), ("ls",)):
-        done = run(call[0], root, *call[1:], code=None)
+        done = run(call[0], root, *call[1:])
         assert_harmless(done.text + done.err, call)
-        assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from typing import Literal
 
 from msgspec import Struct
@@ -40,13 +41,6 @@ class Finding(Struct, frozen=True, kw_only=True):
     n_steps: int = 0
     steps: tuple[str, ...] = ()
 
-    @property
-    def where(self) -> str:
-        """Stream, field, rows and file in one line."""
-        place = f"{self.field or 'metadata'} of stream {self.stream}" if self.stream else ""
-        rows = f", rows [{self.rows[0]}, {self.rows[1]})" if self.rows else ""
-        return ", ".join(part for part in (place + rows, self.file) if part)
-
 
 class Report(Struct, frozen=True):
     """What `Spool.verify` looked at and found.
@@ -79,35 +73,29 @@ class Findings:
     """Collects findings; one that goes on where the last one ended is merged into it."""
 
     def __init__(self) -> None:
-        self._found: list[Finding] = []
+        self._found: list[tuple[Finding, dict[str, None]]] = []
 
-    def add(self, finding: Finding, steps: Sequence[str] = ()) -> None:
+    def add(self, finding: Finding, steps: Iterable[str] = ()) -> None:
         """Take in a finding about rows that ``steps`` name."""
-        finding = replace(finding, n_steps=len(steps), steps=tuple(steps[:MAX_STEPS]))
-        last = self._found[-1] if self._found else None
-        if last is not None and _goes_on(last, finding):
-            self._found[-1] = _merged(last, finding)
-        else:
-            self._found.append(finding)
+        if self._found:
+            last, known = self._found[-1]
+            rows = _joined(last, finding)
+            if rows is not None:
+                known.update(dict.fromkeys(steps))
+                self._found[-1] = replace(last, rows=rows), known
+                return
+        self._found.append((finding, dict.fromkeys(steps)))
 
     def all(self) -> tuple[Finding, ...]:
         """Return what was found."""
-        return tuple(self._found)
+        return tuple(
+            replace(finding, n_steps=len(steps), steps=tuple(islice(steps, MAX_STEPS)))
+            for finding, steps in self._found
+        )
 
 
-def _goes_on(last: Finding, new: Finding) -> bool:
-    same = (last.kind, last.text, last.stream, last.field, last.file) == (
-        new.kind, new.text, new.stream, new.field, new.file
-    )  # fmt: skip
-    return same and last.rows is not None and new.rows is not None and new.rows[0] <= last.rows[1]
-
-
-def _merged(last: Finding, new: Finding) -> Finding:
-    assert last.rows is not None
-    assert new.rows is not None
-    return replace(
-        last,
-        rows=(last.rows[0], max(last.rows[1], new.rows[1])),
-        n_steps=last.n_steps + new.n_steps,
-        steps=(*last.steps, *new.steps)[:MAX_STEPS],
-    )
+def _joined(last: Finding, new: Finding) -> tuple[int, int] | None:
+    """Return the rows of both where the new one says the same of the rows that follow, or some of the same."""
+    if last.rows is None or new.rows is None or new != replace(last, rows=new.rows) or new.rows[0] > last.rows[1]:
+        return None
+    return last.rows[0], max(last.rows[1], new.rows[1])

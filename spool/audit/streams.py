@@ -9,6 +9,7 @@ from spool.formats import shard
 from spool.logs.streams import stream_names
 from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema
 from spool.stores.hot import HotStore
+from spool.write.folder import is_stream_name
 
 
 class Stream(NamedTuple):
@@ -45,8 +46,8 @@ class Streams:
         self._known: dict[str, Stream | SpoolError] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the streams that are there."""
-        return stream_names(self.store.root)
+        """Return the names of the streams that are there; other folders are not Spool's."""
+        return [name for name in stream_names(self.store.root) if is_stream_name(name)]
 
     def get(self, name: str) -> Stream | SpoolError:
         """Return a stream, or why it cannot be read."""

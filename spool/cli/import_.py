@@ -37,7 +37,8 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
     else:
         for verb in ("failed", "ignored"):
             for where, why in facts[verb].items():
-                say(f"{verb}: {where}: {why.removeprefix(where).removeprefix(' ').removeprefix(': ')}")
+                reason = why.removeprefix(where).removeprefix(":").strip()
+                say(f"{verb}: {where}: {reason if verb == 'failed' else reason.partition('; known forms')[0]}")
         write_line(", ".join(f"{len(found)} {verb}" for verb, found in facts.items()))
     return Exit.FAILED if facts["failed"] else Exit.OK
 

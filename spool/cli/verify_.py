@@ -47,8 +47,11 @@ def command(location: str | None, deep: bool, as_json: bool) -> int:
 
 
 def _print(finding: Finding) -> None:
+    rows = f" rows [{finding.rows[0]}, {finding.rows[1]})" if finding.rows else ""
     write_line(f"{finding.kind}: {finding.text}")
-    write_line(f"  {finding.where}")
+    write_line(f"  {finding.field or 'metadata'}{rows} of stream {finding.stream}")
+    if finding.file:
+        write_line(f"  {finding.file}")
     if finding.steps:
         more = f" and {finding.n_steps - len(finding.steps)} more" if finding.n_steps > len(finding.steps) else ""
         write_line(f"  recorded by {', '.join(finding.steps)}{more}")

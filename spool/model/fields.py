@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import ml_dtypes
@@ -34,6 +34,7 @@ MAX_SHARD_ROWS = 1 << 20
 MAX_VALUE_ROWS = 1 << 26
 
 
+@lru_cache(maxsize=32)
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the little-endian numpy dtype called ``name``; ``bfloat16`` comes from ml_dtypes."""
     bits: Any = ml_dtypes.bfloat16 if name == "bfloat16" else name
@@ -41,7 +42,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
     return dtype
 
 
-class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True, cache_hash=True):
     """A named per-token or per-step quantity.
 
     Attributes:
@@ -103,12 +104,12 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
             if kind not in "iu" or self.bound < 1 or self.bound - 1 > np.iinfo(self.dtype).max:
                 raise ConfigError(f"field {self.name!r}: ids below {self.bound} do not fit dtype {self.dtype}")
 
-    @property
+    @cached_property
     def row_shape(self) -> tuple[int, ...]:
         """Inner shape that a caller sees: absolute layers where the field has layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape[1:])
 
-    @property
+    @cached_property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """The stored arrays that carry this field: one, or values and end offsets where ragged."""
         if not self.ragged:
@@ -119,7 +120,7 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
 
-class ArraySpec(Struct, frozen=True, kw_only=True):
+class ArraySpec(Struct, frozen=True, kw_only=True, dict=True):
     """One stored array: a row is ``row_bytes`` bytes, C order, little-endian.
 
     Attributes:
@@ -134,13 +135,13 @@ class ArraySpec(Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...] = ()
     values: bool = False
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return numpy_dtype(self.dtype).itemsize * math.prod(self.shape)
 
 
-class Schema(Struct, frozen=True):
+class Schema(Struct, frozen=True, dict=True):
     """The frozen set of fields of a stream.
 
     Attributes:
@@ -159,21 +160,22 @@ class Schema(Struct, frozen=True):
         """Return the schema of ``fields`` in any order."""
         return cls(tuple(sorted(fields, key=lambda spec: spec.name)))
 
+    @cached_property
+    def _by_name(self) -> dict[str, FieldSpec]:
+        return {spec.name: spec for spec in self.fields}
+
     def __getitem__(self, name: str) -> FieldSpec:
-        for spec in self.fields:
-            if spec.name == name:
-                return spec
-        raise KeyError(name)
+        return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:
-        return any(spec.name == name for spec in self.fields)
+        return name in self._by_name
 
-    @property
+    @cached_property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """Every stored array of the stream."""
         return tuple(array for spec in self.fields for array in spec.arrays)
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A short digest: equal schemas have equal keys."""
         return xxhash.xxh3_64_hexdigest(json.encode(self))

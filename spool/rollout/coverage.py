@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from spool.errors import IntegrityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from spool.model.fields import FieldSpec
     from spool.model.refs import Extent
@@ -151,9 +151,9 @@ def overlay(base: Cover, top: Cover) -> Cover:
     return _join(parts)
 
 
-def subtract(what: Cover, taken: Iterable[Range]) -> Cover:
+def subtract(what: Cover, taken: Collection[Range]) -> Cover:
     """Return ``what`` without the positions of ``taken``, which are ascending and never overlap."""
-    if not what.extents:
+    if not what.extents or not taken:
         return what
     parts, at = [], what.extents[0].position
     for hole in taken:
@@ -178,7 +178,8 @@ def gaps(what: Cover, start: int, stop: int) -> tuple[Range, ...]:
 
 def normalized(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
     """Return ``(position, n)`` pairs in any order as ascending ranges, overlapping and adjacent ones merged."""
-    return _merged(Range(position, n) for position, n in sorted(ranges) if n > 0)
+    found = [Range(position, n) for position, n in sorted(ranges) if n > 0]
+    return tuple(found) if len(found) < 2 else _merged(found)
 
 
 def cut_ranges(ranges: tuple[Range, ...], start: int, stop: int) -> tuple[Range, ...]:

@@ -86,6 +86,9 @@ class FieldPlan(NamedTuple):
     dropped: tuple[Range, ...] = ()
 
 
+_NOTHING = FieldPlan()
+
+
 def plan_fields(
     fields: Iterable[FieldSpec],
     given: Mapping[str, Iterable[tuple[int, int]]],
@@ -111,8 +114,11 @@ def plan_fields(
     plans = {}
     for spec in fields:
         sent = normalized(given.get(spec.name, ()))
-        _check_given(spec, sent, lengths)
         have, lent = chain.get(spec.name, EMPTY), donor.get(spec.name, EMPTY)
+        if not sent and not lent.extents:
+            plans[spec.name] = _NOTHING
+            continue
+        _check_given(spec, sent, lengths)
         match spec.align:
             case "token":
                 plans[spec.name] = _plan_tokens(sent, have, lent, lengths)
@@ -129,7 +135,11 @@ def plan_fields(
 
 def shared_arrays(fields: Iterable[FieldSpec], plans: Mapping[str, FieldPlan]) -> dict[str, tuple[Extent, ...]]:
     """Return what is shared by stored array's name."""
-    return {name: extents for spec in fields for name, extents in arrays(spec, plans[spec.name].shared).items()}
+    shared: dict[str, tuple[Extent, ...]] = {}
+    for spec in fields:
+        if plans[spec.name].shared.extents:
+            shared |= arrays(spec, plans[spec.name].shared)
+    return shared
 
 
 def _check_given(spec: FieldSpec, sent: tuple[Range, ...], lengths: Lengths) -> None:

@@ -76,9 +76,12 @@ def against_tq(root: str, tq: TransferQueue, *, runs: int) -> Iterator[Row]:
         )
 
         small = [make_step(SMALL_TOKENS - 1, seed) for seed in range(64)]
+        sessions = [sp.session(f"small-{i}", experts=SHAPE) for i in range(len(small))]
         keys.clear()
         ours, theirs, ratio = pairs(
-            lambda: [append(sp, one) for one in small], lambda: keys.extend(tq.put(one) for one in small), runs=runs
+            lambda: [append(sp, one, session) for one, session in zip(small, sessions, strict=True)],
+            lambda: keys.extend(tq.put(one) for one in small),
+            runs=runs,
         )
         tq.clear(keys)
         yield Row(
