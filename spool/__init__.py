@@ -51,6 +51,8 @@ _HOME = {
     "Session": "spool.session",
 }  # fmt: skip
 
+_PACKAGES = frozenset({"engines", "importers", "testing"})
+
 __all__ = [
     "CapacityError",
     "Chunk",
@@ -83,6 +85,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"spool.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'spool' has no attribute {name!r}")
@@ -92,4 +96,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*globals(), *_HOME, *_PACKAGES})

@@ -15,31 +15,29 @@ import msgspec
 from spool import audit
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
-from spool.config import Config, parse_uri, search_roots
+from spool.config import Config, parse_uri
 from spool.derived import derived_segments
-from spool.errors import ConfigError, InputError, NotFoundError, ReleasedError
-from spool.facts import Facts, target_of
-from spool.formats import messages as message_format
-from spool.formats.frames import encode_event
+from spool.errors import InputError, NotFoundError
+from spool.facts import Facts
+from spool.history import History
 from spool.logs import LogFeeder
 from spool.logs.streams import is_live
-from spool.model.events import Event, SessionOpened, StepCommitted, ToolsStored
-from spool.model.fields import BUILT_IN, LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Schema, expert_field
+from spool.model.events import SessionOpened
+from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
-from spool.model.refs import Inline, Ref, SegmentRef, StepRef
-from spool.read.reader import ByteRange, Reader
+from spool.model.refs import Ref, SegmentRef, StepRef
+from spool.opening import opening, text
+from spool.read.reader import ByteRange
 from spool.read.sample import Sample
 from spool.read.select import Tokens
+from spool.readers import Readers
 from spool.recorder import Recorder
-from spool.rollout.state import SessionState
 from spool.rollout.views import View, segments
 from spool.root import FORMAT, make_identity, read_identity
 from spool.session import Session, SuspendToken
-from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
-MAX_TEXT_BYTES = 1024
 
 
 def open(  # noqa: A001
@@ -75,9 +73,11 @@ class Spool:
         self._fields = fields
         self._catalog = Catalog.open(os.path.join(config.root, "catalog.sqlite"), readonly=readonly)
         self._feeder = LogFeeder(config.root, self._catalog)
-        self._store = self._store_at(config.root)
-        self._readers = {spool_id: Reader(self._store, threads=config.threads)}
-        self._recorder = Recorder(config, spool_id, self._catalog, self._feeder, self._inline, readonly=readonly)
+        self._history = History(spool_id, config.url, self._catalog, self._feeder)
+        self._readers = Readers(config, spool_id, self._catalog, self._feeder)
+        self._recorder = Recorder(
+            config, spool_id, self._catalog, self._feeder, self._readers.inline, readonly=readonly
+        )
         self._facts = Facts(self._recorder, fields, self._require)
 
     def __repr__(self) -> str:
@@ -120,25 +120,22 @@ class Spool:
         Raises:
             InputError: an argument does not fit.
         """
-        if prefer not in ("first", "last") or not isinstance(trim, int) or trim < 0:
-            raise InputError(f'prefer must be "first" or "last" and trim at least 0, got {prefer!r}, {trim!r}')
-        opened = SessionOpened(
-            session_id=_text("session_id", uuid.uuid4().hex if session_id is None else session_id),
-            at=time.time(),
-            group_id=_optional_text("group_id", group_id),
-            sample_index=_number("sample_index", sample_index),
-            rollout_step=_number("rollout_step", rollout_step),
-            source=_optional_text("source", source),
-            prompt_id=_optional_text("prompt_id", prompt_id),
-            split=_optional_text("split", split),
-            attempt=_number("attempt", attempt) or 0,
+        opened = opening(
+            uuid.uuid4().hex if session_id is None else session_id,
+            group_id=group_id,
+            sample_index=sample_index,
+            rollout_step=rollout_step,
+            source=source,
+            prompt_id=prompt_id,
+            split=split,
+            attempt=attempt,
+            experts=experts,
+            fields=(*self._fields, *fields),
             prefer=prefer,
             trim=trim,
             idle_s=self.config.session_idle_s if idle_s is None else idle_s,
-            fields=self._declared(experts, fields),
-            metadata=dict(metadata or {}),
+            metadata=metadata,
         )
-        encode_event(opened)
         return self._recorder.start(opened, fresh=session_id is None)
 
     def resume(self, token: str) -> Session:
@@ -155,15 +152,6 @@ class Spool:
         if suspended.spool != self.spool_id:
             raise InputError(f"the token belongs to spool {suspended.spool}, this is {self.spool_id}")
         return self._recorder.go_on(SessionOpened(session_id=suspended.session, at=time.time()), suspended)
-
-    def _declared(self, experts: MoEShape | None, fields: Sequence[FieldSpec]) -> tuple[FieldSpec, ...]:
-        own = {spec.name: spec for spec in (*self._fields, *fields)}
-        if own.keys() & (BUILT_IN - {ROUTED_EXPERTS}) or (experts is not None and ROUTED_EXPERTS in own):
-            raise ConfigError(f"one of {sorted(own)} is defined by Spool already; give your field another name")
-        if ROUTED_EXPERTS in own and own[ROUTED_EXPERTS].bound is None:
-            raise ConfigError("a spec of routed_experts comes from spool.expert_field(shape, ...)")
-        built_in = (TOKEN_IDS, LOGPROBS, LOSS_MASK, *((expert_field(experts),) if experts is not None else ()))
-        return Schema.of(*built_in, *own.values()).fields
 
     def expire_idle(self) -> list[str]:
         """End open sessions that had no append for longer than their ``idle_s``, as ``timeout``; return their ids.
@@ -215,7 +203,7 @@ class Spool:
 
     def checkpointed(self, tag: str) -> None:
         """Say that no restart needs what was released under ``tag``."""
-        self._facts.checkpointed(_text("tag", tag))
+        self._facts.checkpointed(text("tag", tag))
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -243,7 +231,7 @@ class Spool:
         self._feeder.catch_up()
         if view is None:
             return self._catalog.segments(where)
-        return derived_segments(self._catalog, self._recorded, where, view)
+        return derived_segments(self._catalog, self._history.state, where, view)
 
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
@@ -256,73 +244,30 @@ class Spool:
         Raises:
             NotFoundError: no such session is recorded.
         """
-        final = self._recorded(session_id).finalized
+        final = self._history.state(session_id).finalized
         return [self._catalog.with_late(ref) for ref in final.segments] if final is not None else self.view(session_id)
 
     def steps(self, session_id: str) -> list[StepRef]:
         """Return the references of a session's steps, in the order of append."""
-        state = self._recorded(session_id)
+        state = self._history.state(session_id)
         return [state.ref(index) for index in state.visible()]
 
     def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
-        state = self._recorded(session_id)
+        state = self._history.state(session_id)
         return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
-        by_index = self._steps_of(ref.session_id)
-        path = []
-        index: int | None = self._step_of(ref)
-        while index is not None:
-            path.append(by_index[index])
-            event = path[-1].event
-            index = event.parent if event.inherited_messages else None
-        messages: list[Any] = []
-        for event in reversed(self._feeder.read_events(path)):
-            assert isinstance(event, StepCommitted)
-            messages[event.inherited_messages :] = message_format.decode_messages(event.messages)
-        return messages
+        return self._history.messages(ref)
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""
-        event = self._steps_of(ref.session_id)[self._step_of(ref)].event
-        if event.tools_key is None:
-            return []
-        place = self._catalog.tools_at(event.tools_key)
-        if place is None:
-            raise NotFoundError(f"the tool schemas {event.tools_key} of {ref.id} are not recorded", ref=ref.id)
-        stored = self._feeder.read_event(place)
-        assert isinstance(stored, ToolsStored)
-        return list(message_format.decode_messages(stored.json))
-
-    def _step_of(self, ref: StepRef | SegmentRef) -> int:
-        if isinstance(ref, StepRef):
-            return ref.index
-        if not ref.steps:
-            raise NotFoundError(f"segment {ref.id} has no steps")
-        return ref.steps[-1]
-
-    def _steps_of(self, session_id: str) -> dict[int, Any]:
-        self._feeder.catch_up()
-        located = self._catalog.session_events(session_id)
-        return {item.event.index: item for item in located if isinstance(item.event, StepCommitted)}
-
-    def _recorded(self, session_id: str) -> SessionState:
-        self._feeder.catch_up()
-        located = self._catalog.session_events(session_id)
-        if not located:
-            raise NotFoundError(f"no session {session_id!r} in {self.config.url}", session_id=session_id)
-        state = SessionState.from_events(self.spool_id, [item.event for item in located], roots=(self.config.url,))
-        if state.discarded is not None:
-            raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
-        return state
+        return self._history.tools(ref)
 
     def _require(self, session_id: str) -> None:
         if self._recorder.live(session_id) is None:
-            self._feeder.catch_up()
-            if self._catalog.session(session_id) is None:
-                raise NotFoundError(f"no session {session_id!r} in {self.config.url}", session_id=session_id)
+            self._history.require(session_id)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -385,13 +330,7 @@ class Spool:
         """
         single = isinstance(refs, Ref)
         many = [refs] if isinstance(refs, Ref) else list(refs)
-        if fields is not None:
-            many = [self._with_attached(ref, fields) for ref in many]
-        owner = {ref.spool_id for ref in many}
-        if len(owner) > 1:
-            raise InputError(f"one read takes references of one spool, got {sorted(owner)}")
-        reader = self._reader_of(many[0]) if many else self._readers[self.spool_id]
-        samples = reader.read(
+        samples = self._readers.read(
             many,
             fields=fields,
             tokens=[tokens] if single and tokens is not None else tokens,
@@ -407,55 +346,11 @@ class Spool:
         """`read` on Spool's own threads."""
         return await self._on_thread(lambda: self.read(refs, **options))
 
-    def locate(self, ref: Ref, **selection: Any) -> list[ByteRange]:
+    def locate(
+        self, ref: Ref, *, fields: Sequence[str] | None = None, tokens: Tokens = None, layers: slice | None = None
+    ) -> list[ByteRange]:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
-        fields = selection.get("fields")
-        whole = ref if fields is None else self._with_attached(ref, fields)
-        return self._reader_of(whole).locate(whole, **selection)
-
-    def _with_attached(self, ref: Ref, fields: Sequence[str]) -> Ref:
-        """Return ``ref`` with the extents of late arrays among ``fields`` that it does not carry."""
-        if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self.spool_id:
-            return ref
-        known = ref.extents.keys() | ref.inline.keys() | BUILT_IN
-        if all(name in known or f"{name}.offsets" in known for name in fields):
-            return ref
-        self._feeder.catch_up()
-        target, late = target_of(ref), {}
-        for attached in self._catalog.attachments(ref.session_id):
-            if attached.target == target:
-                late.update(attached.extents)
-        return msgspec.structs.replace(ref, extents={**ref.extents, **late}) if late else ref
-
-    def _inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
-        samples = self.read(refs, fields=list(fields))
-        return [
-            msgspec.structs.replace(
-                ref,
-                inline={name: Inline(array.dtype.name, array.shape, array.tobytes()) for name, array in sample.items()},
-            )
-            for ref, sample in zip(refs, samples, strict=True)
-        ]
-
-    def _reader_of(self, ref: Ref) -> Reader:
-        """Return the reader of the reference's spool: this one, one in ``$SPOOL_ROOTS``, or where its hints say."""
-        reader = self._readers.get(ref.spool_id)
-        if reader is None:
-            hints = [root.removeprefix("file://") for root in ref.roots]
-            for root in (*search_roots(), *hints):
-                identity = read_identity(root)
-                if identity is not None and identity.id == ref.spool_id:
-                    elsewhere = Reader(self._store_at(root), threads=self.config.threads)
-                    return self._readers.setdefault(ref.spool_id, elsewhere)
-            raise NotFoundError(
-                f"the reference is of spool {ref.spool_id}, this is {self.spool_id}; name its root in SPOOL_ROOTS",
-                spool_id=ref.spool_id,
-            )
-        return reader
-
-    def _store_at(self, root: str) -> HotStore:
-        config = self.config
-        return HotStore(root, page_cache_bytes=config.page_cache_bytes, max_open_files=config.max_open_files)
+        return self._readers.locate(ref, fields=fields, tokens=tokens, layers=layers)
 
     # -- the files ---------------------------------------------------------------------------------------------------
 
@@ -467,13 +362,13 @@ class Spool:
             progress: called with bytes done and bytes in all.
         """
         problems = self._feeder.catch_up()
-        recorded = audit.Recorded(self._events(), self._catalog.offsets(), problems)
-        return audit.verify(self._store, recorded, deep=deep, progress=progress)
+        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
+        return audit.verify(self._readers.store, recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
         self._feeder.catch_up()
-        return audit.usage(self._store, self._events())
+        return audit.usage(self._readers.store, self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
@@ -513,11 +408,6 @@ class Spool:
             self.expire_idle()
         return found
 
-    def _events(self) -> Iterator[Event]:
-        for row in self._catalog.sessions():
-            yield from (item.event for item in self._catalog.session_events(row.session_id))
-            yield from self._catalog.attachments(row.session_id)
-
     # -- the handle itself -------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -534,8 +424,7 @@ class Spool:
             self._recorder.close()
         finally:
             self._catalog.close()
-            for reader in self._readers.values():
-                reader.close()
+            self._readers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -547,28 +436,3 @@ class Spool:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._recorder.executor(), call)
-
-
-def _text(name: str, value: str) -> str:
-    """Return ``value`` if it can name something: 1 to 1,024 bytes of UTF-8."""
-    if not isinstance(value, str):
-        raise InputError(f"{name} must be text, got {type(value).__name__}", got=repr(value))
-    try:
-        size = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{name} {value!r} holds a lone surrogate, which no file or index can hold: {error}"
-        ) from error
-    if not 0 < size <= MAX_TEXT_BYTES:
-        raise InputError(f"{name} must be 1 to {MAX_TEXT_BYTES} bytes long, got {size}", got=size)
-    return value
-
-
-def _optional_text(name: str, value: str | None) -> str | None:
-    return None if value is None else _text(name, value)
-
-
-def _number(name: str, value: int | None) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise InputError(f"{name} must be an integer, got {value!r}", got=repr(value))
-    return value

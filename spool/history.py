@@ -1,0 +1,111 @@
+"""What is recorded of a session, read back from the index and the logs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from spool.catalog import Catalog, Located
+from spool.errors import NotFoundError, ReleasedError
+from spool.formats import messages as message_format
+from spool.logs import LogFeeder
+from spool.model.events import Event, StepCommitted, ToolsStored
+from spool.model.refs import SegmentRef, StepRef
+from spool.rollout.state import SessionState
+
+
+class History:
+    """Answers from the catalog, after it has caught up with the logs.
+
+    Args:
+        spool_id: identity of the spool.
+        url: its root; a hint in references, and for errors.
+        catalog: the index.
+        feeder: feeds it, and reads events with their messages.
+    """
+
+    def __init__(self, spool_id: str, url: str, catalog: Catalog, feeder: LogFeeder) -> None:
+        self._spool_id = spool_id
+        self._url = url
+        self._catalog = catalog
+        self._feeder = feeder
+
+    def state(self, session_id: str) -> SessionState:
+        """Return a session's state.
+
+        Raises:
+            NotFoundError: no such session is recorded.
+            ReleasedError: it was discarded.
+        """
+        located = self._located(session_id)
+        state = SessionState.from_events(self._spool_id, [item.event for item in located], roots=(self._url,))
+        if state.discarded is not None:
+            raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
+        return state
+
+    def require(self, session_id: str) -> None:
+        """Check that a session is recorded.
+
+        Raises:
+            NotFoundError: it is not.
+        """
+        self._feeder.catch_up()
+        if self._catalog.session(session_id) is None:
+            raise self._unknown(session_id)
+
+    def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
+        """See `Spool.messages`."""
+        by_index = self._steps(ref.session_id)
+        path = []
+        index: int | None = _last_step(ref)
+        while index is not None:
+            path.append(by_index[index])
+            event = path[-1].event
+            assert isinstance(event, StepCommitted)
+            index = event.parent if event.inherited_messages else None
+        messages: list[Any] = []
+        for event in reversed(self._feeder.read_events(path)):
+            assert isinstance(event, StepCommitted)
+            messages[event.inherited_messages :] = message_format.decode_messages(event.messages)
+        return messages
+
+    def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
+        """See `Spool.tools`."""
+        event = self._steps(ref.session_id)[_last_step(ref)].event
+        assert isinstance(event, StepCommitted)
+        if event.tools_key is None:
+            return []
+        place = self._catalog.tools_at(event.tools_key)
+        if place is None:
+            raise NotFoundError(f"the tool schemas {event.tools_key} of {ref.id} are not recorded", ref=ref.id)
+        stored = self._feeder.read_event(place)
+        assert isinstance(stored, ToolsStored)
+        return list(message_format.decode_messages(stored.json))
+
+    def events(self) -> Iterator[Event]:
+        """Iterate the steps, ends and late arrays of all sessions, as the catalog has them."""
+        for row in self._catalog.sessions():
+            yield from (item.event for item in self._catalog.session_events(row.session_id))
+            yield from self._catalog.attachments(row.session_id)
+
+    def _located(self, session_id: str) -> list[Located]:
+        self._feeder.catch_up()
+        located = self._catalog.session_events(session_id)
+        if not located:
+            raise self._unknown(session_id)
+        return located
+
+    def _steps(self, session_id: str) -> dict[int, Located]:
+        located = self._located(session_id)
+        return {item.event.index: item for item in located if isinstance(item.event, StepCommitted)}
+
+    def _unknown(self, session_id: str) -> NotFoundError:
+        return NotFoundError(f"no session {session_id!r} in {self._url}", session_id=session_id)
+
+
+def _last_step(ref: StepRef | SegmentRef) -> int:
+    if isinstance(ref, StepRef):
+        return ref.index
+    if not ref.steps:
+        raise NotFoundError(f"segment {ref.id} has no steps")
+    return ref.steps[-1]
