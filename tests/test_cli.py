@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from kit import SHAPE, add
@@ -172,6 +173,9 @@ def test_references_are_sessions_steps_segments_json_and_files(some, tmp_path):
     assert shown(some, f"@{tmp_path}/many") == ["plain@lineage/0", "plain@lineage/1", "plain:1"]
     assert shown(some, "@-", stdin=many) == ["plain@lineage/0", "plain@lineage/1", "plain:1"]
     assert run("cat", some, "@-", stdin=many).json[2]["fields"]["token_ids"] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    with library.open(some, readonly=True) as sp:
+        odd = msgspec.structs.replace(sp.steps("plain")[1], step_id="\u2028 \x85", finish_reason="\x1c")
+    assert shown(some, "@-", stdin=odd.to_json() + "\n" + one) == ["plain:1", "plain:1"]
 
 
 def test_a_session_of_exactly_that_id_comes_first(tmp_path):
@@ -222,6 +226,9 @@ def test_a_session_of_exactly_that_id_comes_first(tmp_path):
         ('{"type":"step"}', 2, "reference"),
         (f"@{sys.executable}", 2, "not a"),
         ("", 3, "''"),
+        ("plain:" + "9" * 5000, 3, "plain:999"),
+        ("plain:" + "9" * 18, 3, "0, 1, 2"),
+        ("plain:\u0663", 3, "plain"),
     ],
 )
 def test_what_is_not_there_has_its_code_and_a_hint(some, ref, code, says):
@@ -248,6 +255,8 @@ def test_what_is_not_there_has_its_code_and_a_hint(some, ref, code, says):
         ("cat", "plain", "--tokens", "1-2"),
         ("cat", "plain", "--tokens", "1:2:3"),
         ("cat", "plain", "--layers", "x"),
+        ("cat", "plain", "--tokens", f"{'9' * 5000}:"),
+        ("cat", "plain", "--missing", "9" * 30),
         ("cat", "plain", "--format", "raw"),
         ("cat", "plain:0", "--format", "raw", "--field", "token_ids", "--field", "logprobs"),
         ("cat", "plain:0", "--json", "--format", "npz"),

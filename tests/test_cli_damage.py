@@ -353,7 +353,7 @@ print(number)
 
 def test_nothing_is_wrong_with_a_spool_that_is_being_written(tmp_path):
     root = tmp_path / "s"
-    code = [sys.executable, "-c", WRITING, root, os.path.dirname(__file__), "3"]
+    code = [sys.executable, "-c", WRITING, root, os.path.dirname(__file__), "2"]
     writer = subprocess.Popen(code, env=environment(), stdout=subprocess.PIPE)
     while not list(root.glob("streams/2*/records/1.*")):
         assert writer.poll() is None

@@ -158,10 +158,10 @@ def test_folders_with_odd_names(tmp_path):
         assert_harmless(done.text + done.err, call)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_any_locale_will_do(root, encoding):
     env = {"PYTHONIOENCODING": encoding, "LC_ALL": "C"}
-    for call in (("ls", root), ("ls", root, "--json"), ("show", root, "good", "--messages")):
+    for call in (("ls", root, "--json"), ("show", root, "good", "--messages")):
         done = subprocess.run([SCRIPT, *call], capture_output=True, env=environment(**env), timeout=60)
         assert (done.returncode, done.stderr) == (0, b""), done
         if "--json" in call:

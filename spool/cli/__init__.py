@@ -63,7 +63,7 @@ def root() -> None:
     stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash.
 
     Data goes to stdout, all else to stderr. On a terminal data are tables, elsewhere tab-separated lines under a
-    heading, or JSON with --json. Verbs that only read never write to the spool, and lock nothing in it.
+    heading, or JSON with --json. Verbs that only read never write to the spool, and wait for no lock in it.
 
     Exit codes: 0 ok, 1 the operation failed or a check found something, 2 usage, 3 not found, 4 storage unavailable,
     5 integrity, 130 interrupted.

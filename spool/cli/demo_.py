@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import shlex
 import shutil
 import tempfile
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 MODEL, SOURCE = "qwen3.6-35b-a3b", "demo"
 SAMPLES, TURNS, SLICE_TOKENS = 4, 8, 256
+_SHARED = ("token_ids", "routed_experts")
 
 
 @click.command("demo")
@@ -51,7 +53,7 @@ def command(location: str | None, groups: int, dry_run: bool, as_json: bool) -> 
     else:
         with _place(location) as root:
             facts = _run(root, groups)
-        text = [*_lines(facts), *([f"look         spool ls {location}"] if location else [])]
+        text = [*_lines(facts), *([f"look         spool ls {shlex.quote(location)}"] if location else [])]
     if as_json:
         write_json(facts)
     else:
@@ -163,16 +165,17 @@ class _Checked:
         return facts if self._counted else {**facts, "slice_bytes_read": None}
 
     def group(self, sp: Spool, steps: Sequence[SyntheticStep]) -> None:
-        """Read a group's steps, segments and slices."""
+        """Read a group's steps, slices of them, and its segments."""
         names = [(step.session["session_id"], step.index) for step in steps]
-        self._whole(sp, [self._written.steps[name] for name in names], [step.expected for step in steps])
-        self._slices(sp, [self._written.steps[name] for name in names], [step.expected for step in steps])
+        sent = [step.expected for step in steps]
+        refs = [self._written.steps[name] for name in names]
+        self._whole(sp, refs, sent)
+        self._slices(sp, refs, sent)
         # a segment has the tokens and the routing of its last step
-        found = [(self._written.segments[n], s.expected) for n, s in zip(names, steps, strict=True)
-                 if n in self._written.segments]  # fmt: skip
-        fields = ("token_ids", "routed_experts")
-        self._whole(sp, [ref for ref, _ in found], [{name: sent[name] for name in fields} for _, sent in found])
-        self._counts["segment_bytes"] += sum(sent[name].nbytes for _, sent in found for name in fields)
+        leaves = [(self._written.segments.get(name), arrays) for name, arrays in zip(names, sent, strict=True)]
+        found = [(ref, {name: arrays[name] for name in _SHARED}) for ref, arrays in leaves if ref is not None]
+        self._whole(sp, [ref for ref, _ in found], [arrays for _, arrays in found])
+        self._counts["segment_bytes"] += sum(array.nbytes for _, arrays in found for array in arrays.values())
 
     def _whole(self, sp: Spool, refs: Sequence[Ref], sent: Sequence[dict[str, NDArray[Any]]]) -> None:
         began = time.perf_counter()

@@ -24,6 +24,8 @@ location_argument = click.argument("location", required=False)
 reference_arguments = click.argument("args", nargs=-1, metavar="[LOCATION] REF...")
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_INDEX = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"(-?[0-9]{1,18})?:(-?[0-9]{1,18})?")
 _VIEWS: tuple[View, ...] = ("lineage", "timeline")
 
 
@@ -101,7 +103,7 @@ def _parsed(text: str) -> list[Found]:
     """Read one reference as JSON, or one a line, as ``spool show --ref`` prints them."""
     from spool.model.refs import ref_from_json
 
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in text.split("\n") if line.strip()]
     if len(lines) > 1 and all(line.lstrip().startswith('{"type"') for line in lines):
         return [ref_from_json(line) for line in lines]
     return [ref_from_json(text)]
@@ -123,7 +125,7 @@ def _read(path: str) -> str:
 
 def _step(sp: Spool, text: str) -> list[Found]:
     session_id, _, index = text.rpartition(":")
-    if not index.isdecimal() or not is_session(sp, session_id):
+    if not _INDEX.fullmatch(index) or not is_session(sp, session_id):
         return []
     steps = sp.steps(session_id)
     chosen: list[Found] = [step for step in steps if step.index == int(index)]
@@ -136,7 +138,7 @@ def _segment(sp: Spool, text: str) -> list[Found]:
     session_id, _, rest = text.rpartition("@")
     name, _, index = rest.partition("/")
     view = next((view for view in _VIEWS if view == name), None)
-    if view is None or not index.isdecimal() or not is_session(sp, session_id):
+    if view is None or not _INDEX.fullmatch(index) or not is_session(sp, session_id):
         return []
     segments = sp.view(session_id, view)
     chosen: list[Found] = [ref for ref in segments if ref.index == int(index)]
@@ -164,7 +166,7 @@ def parse_range(text: str | None, option: str) -> slice | None:
     """
     if text is None:
         return None
-    match = re.fullmatch(r"(-?\d+)?:(-?\d+)?", text, re.ASCII)
+    match = _RANGE.fullmatch(text)
     if match is None:
         raise click.UsageError(f"{option} takes START:STOP, two numbers of which either may be left out; got {text!r}")
     start, stop = (int(part) if part else None for part in match.groups())

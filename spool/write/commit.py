@@ -20,6 +20,24 @@ log = logging.getLogger("spool.write")
 OnCommit = Callable[[int, int], None]
 
 
+class _Attempt:
+    """One leader's writing: enough to say, wherever it broke off, what of it counts."""
+
+    __slots__ = ("n_before", "over", "pack", "tickets")
+
+    def __init__(self, pack: Pack, tickets: list[Ticket]) -> None:
+        self.pack = pack
+        self.tickets = tickets
+        self.n_before = pack.log.n_events
+        self.over = False
+
+    @property
+    def n_whole(self) -> int:
+        """How many of the tickets with frames are committed."""
+        self.pack.log.recount()
+        return self.pack.log.n_events - self.n_before
+
+
 class Committer:
     """Writes the open pack of a stream on behalf of the threads that append to it.
 
@@ -37,7 +55,8 @@ class Committer:
         self._path = path
         self._sync = sync
         self._on_commit = on_commit
-        self._group: Group[tuple[Pack | None, list[Mark]]] = Group(self._published, self._write)
+        self._group: Group[tuple[Pack | None, list[Mark]]] = Group(self._published, self._write, self._served)
+        self._attempt: _Attempt | None = None
         self._failure: BaseException | None = None
         self._spoiled = False
 
@@ -110,14 +129,18 @@ class Committer:
         if self._failure is None:
             return None
         with self._group.exclusive(), self._mapped():
-            pack, spoiled = self.pack, self._spoiled
-            if pack is not None:
+            pack, spoiled, attempt = self.pack, self._spoiled, self._attempt
+            committed = attempt is not None and attempt.pack is pack and attempt.n_whole > 0
+            if pack is not None and committed:
+                pack.publish_whole(keep=True)
+            elif pack is not None:
                 pack.rewind(to_kept=True)
-            if pack is not None and spoiled:
+            if pack is not None and (committed or spoiled):
                 pack.write(pack.marks())
                 pack.settle()
+            if spoiled:
                 self.pack = None
-            self._failure, self._spoiled = None, False
+            self._attempt, self._failure, self._spoiled = None, None, False
         return pack if spoiled else None
 
     # -- without it ----------------------------------------------------------------------------------------------------
@@ -143,23 +166,42 @@ class Committer:
     def _write(self, batch: list[Ticket], published: tuple[Pack | None, list[Mark]]) -> None:
         pack, marks = published
         assert pack is not None, "a ticket without a pack"
-        tickets = [ticket for ticket in batch if ticket.frame]
+        self._check_over()
+        frames = [ticket.frame for ticket in batch if ticket.frame]
+        attempt = self._attempt = _Attempt(pack, [ticket for ticket in batch if ticket.frame])
+        error: BaseException | None = None
         try:
             self._write_payload(pack, marks)
-            if tickets:
-                self._write_frames(pack, tickets)
-        except BaseException as error:
+            if frames:
+                error = self._write_frames(pack, frames)
+        except BaseException as raised:  # noqa: BLE001 - raised again below
+            error = raised
+        if error is not None and attempt.n_whole == 0:
             self._fail(error)
-            raise
+            raise error
         with self._group.mutex:
             for tape, _, whole in marks:
                 tape.kept = max(tape.kept, whole)
         pack.settle()
-        if tickets and self._on_commit is not None:
-            try:
-                self._on_commit(pack.number, pack.log.end)
-            except Exception:
-                log.exception("the commit hook of %s failed; the events are committed", self._path)
+        attempt.over = True
+        if frames and self._on_commit is not None:
+            self._tell(self._on_commit, pack)
+        if error is not None:
+            raise error
+
+    def _check_over(self) -> None:
+        """Refuse to go on behind a leader that was interrupted so often that it could not say so."""
+        if self._attempt is not None and not self._attempt.over:
+            error = InterruptedError("the thread that wrote was interrupted")
+            self._fail(error)
+            raise error
+
+    def _served(self, batch: list[Ticket]) -> list[Ticket]:
+        attempt = self._attempt
+        n_whole = 0 if attempt is None else attempt.n_whole
+        if attempt is None or n_whole == 0:
+            return []
+        return [ticket for ticket in batch if not ticket.frame] + attempt.tickets[:n_whole]
 
     def _write_payload(self, pack: Pack, marks: list[Mark]) -> None:
         pack.write(marks)
@@ -167,20 +209,18 @@ class Committer:
             with self._spoils():
                 pack.sync()
 
-    def _write_frames(self, pack: Pack, tickets: list[Ticket]) -> None:
-        end, n_events = pack.log.end, pack.log.n_events
-        n_whole, error = pack.log.append([ticket.frame for ticket in tickets])
-        if n_whole and self._sync:
-            try:
-                with self._spoils():
-                    pack.log.sync()
-            except OSError:
-                pack.log.cut(end, n_events)
-                raise
-        if error is not None and n_whole == 0:
-            raise error
-        for ticket in tickets[n_whole:]:
-            ticket.error = error
+    def _write_frames(self, pack: Pack, frames: list[bytes]) -> BaseException | None:
+        if self._sync:  # nobody shall see an event that may yet fail
+            pack.log.prepare(frames)
+            with self._spoils():
+                pack.log.sync()
+        return pack.log.append(frames)
+
+    def _tell(self, on_commit: OnCommit, pack: Pack) -> None:
+        try:
+            on_commit(pack.number, pack.log.end)
+        except Exception:
+            log.exception("the commit hook of %s failed; the events are committed", self._path)
 
     @contextlib.contextmanager
     def _spoils(self) -> Iterator[None]:
@@ -194,9 +234,7 @@ class Committer:
     def _fail(self, error: BaseException) -> None:
         with self._group.mutex:
             self._failure = error
-            failed = self._group.fail_queued(error)
-        for ticket in failed:
-            ticket.wake()
+            self._group.fail_queued(error)
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:

@@ -1,8 +1,11 @@
 """Group commit: of all threads that wait for their data to be on disk, one writes for all.
 
-The first to come leads. What is queued while it writes waits for it, and the first of those leads next. A leader hands
-over before it wakes the threads it wrote for, so the disk does not wait for them. It hands over only to a thread that
-does wait: one that queued a ticket and was interrupted before it came to that is written for all the same.
+The first to come takes its turn and writes what is queued by then. What is queued meanwhile is the next group; a leader
+wakes one of those before the threads it wrote for, so the disk does not wait for them.
+
+Whose turn it is, is a lock of the interpreter's own, taken by ``with`` and nothing else: it is let go of however a
+thread leaves, even where a signal handler raises between any two instructions. Waking is only a hint. Where it is lost,
+because the thread that should wake or be woken was interrupted, the others look for themselves after `PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+PATIENCE_S = 0.5
+"""How long a thread relies on being woken."""
+
 
 class Ticket:
     """One thread's wish that all that is published so far be written, and ``frame`` be committed.
@@ -22,37 +28,27 @@ class Ticket:
         frame: the event's frame; empty for a thread that only needs room.
         done: the wish was served, or has failed.
         error: why it failed.
-        waiting: a thread is in, or about to be in, `wait`.
     """
 
-    __slots__ = ("_wake", "done", "error", "exclusive", "frame", "waiting")
+    __slots__ = ("_wake", "done", "error", "frame")
 
-    def __init__(self, frame: bytes = b"", *, exclusive: bool = False) -> None:
+    def __init__(self, frame: bytes = b"") -> None:
         self.frame = frame
-        self.exclusive = exclusive
         self.done = False
-        self.waiting = False
         self.error: BaseException | None = None
         self._wake = threading.Lock()
         self._wake.acquire()
 
     def wake(self) -> None:
-        """Let the waiting thread go on: served, failed, or as the next leader."""
-        self._wake.release()
+        """Let the waiting thread look: its ticket is served, or it is its turn."""
+        try:
+            self._wake.release()
+        except RuntimeError:  # woken already
+            pass
 
-    def wait(self) -> BaseException | None:
-        """Wait for `wake`; return the exception that a signal handler raised meanwhile.
-
-        A thread may not leave before: the group counts on it.
-        """
-        interruption: BaseException | None = None
-        while True:
-            try:
-                self._wake.acquire()
-            except BaseException as raised:  # noqa: BLE001 - raised again by the caller
-                interruption = raised
-            else:
-                return interruption
+    def wait(self) -> None:
+        """Return when woken, or after `PATIENCE_S`."""
+        self._wake.acquire(timeout=PATIENCE_S)
 
 
 class Group(Generic[T]):
@@ -60,92 +56,102 @@ class Group(Generic[T]):
 
     Args:
         snapshot: called by a leader under `mutex`: what is published now.
-        write: called by the leader, without `mutex`, with the tickets with frames and the snapshot; sets the error
-            of each that failed. What it raises fails all of them.
+        write: called by the leader, without `mutex`, with the tickets and the snapshot. What it raises fails them.
+        served: called where ``write`` was left by an exception: which of its tickets are written all the same.
 
     Attributes:
         mutex: protects the queue and whatever is published together with a ticket; held briefly.
     """
 
-    def __init__(self, snapshot: Callable[[], T], write: Callable[[list[Ticket], T], None]) -> None:
+    def __init__(
+        self,
+        snapshot: Callable[[], T],
+        write: Callable[[list[Ticket], T], None],
+        served: Callable[[list[Ticket]], list[Ticket]],
+    ) -> None:
         self.mutex = threading.Lock()
+        self._turn = threading.Lock()
         self._snapshot = snapshot
         self._write = write
+        self._served = served
         self._queue: list[Ticket] = []
-        self._busy = False
+        self._batch: list[Ticket] = []
 
     def enqueue(self, ticket: Ticket) -> None:
         """Queue a ticket, with `mutex` held; then `run` it."""
         self._queue.append(ticket)
 
-    def fail_queued(self, error: BaseException) -> list[Ticket]:
-        """Fail all that is queued, with `mutex` held; return the tickets, for the caller to `wake` without it."""
-        failed = [ticket for ticket in self._queue if not ticket.exclusive]
-        self._queue = [ticket for ticket in self._queue if ticket.exclusive]
-        for ticket in failed:
+    def fail_queued(self, error: BaseException) -> None:
+        """Fail all that is queued, with `mutex` held."""
+        for ticket in self._queue:
             ticket.error, ticket.done = error, True
-        return failed
+            ticket.wake()
+        self._queue = []
 
     def run(self, ticket: Ticket) -> None:
-        """Return when a queued ticket is done; its ``error`` says how."""
-        with self.mutex:
-            if ticket.done:
-                return
-            leads = self._claim(ticket)
-        interruption = None if leads else ticket.wait()
-        if not ticket.done:
-            self._lead(ticket)
+        """Return when a queued ticket is done; its ``error`` says how.
+
+        What a signal handler raises meanwhile is raised when the ticket is done.
+        """
+        interruption: BaseException | None = None
+        while not ticket.done:
+            try:
+                if self._turn.locked():
+                    ticket.wait()
+                if not ticket.done:
+                    self._take_turn(ticket)
+            except BaseException as raised:  # noqa: BLE001 - raised again below
+                interruption = raised
         if interruption is not None:
             raise interruption
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Hold the right to write without writing; what is queued waits."""
-        ticket = Ticket(exclusive=True)
-        with self.mutex:
-            self._queue.append(ticket)
-            leads = self._claim(ticket)
-        interruption = None if leads else ticket.wait()
         try:
-            with self.mutex:
-                self._queue.remove(ticket)
-            yield
+            with self._turn:
+                yield
         finally:
-            self._hand_over()
-        if interruption is not None:
-            raise interruption
+            self._wake_next()
 
-    def _claim(self, ticket: Ticket) -> bool:
-        if self._busy:
-            ticket.waiting = True
-            return False
-        self._busy = True
-        return True
-
-    def _lead(self, own: Ticket) -> None:
-        batch: list[Ticket] = []
+    def _take_turn(self, ticket: Ticket) -> None:
+        served: list[Ticket] = []
         try:
-            with self.mutex:
-                batch = [ticket for ticket in self._queue if not ticket.exclusive]
-                self._queue = [ticket for ticket in self._queue if ticket.exclusive]
-                snapshot = self._snapshot()
+            with self._turn:
+                if not ticket.done:
+                    self._lead(served)
+        finally:
+            self._wake_next()
+            for other in served:
+                if other is not ticket:
+                    other.wake()
+
+    def _wake_next(self) -> None:
+        queue = self._queue  # whoever comes later finds that nobody has the turn
+        if queue:
+            queue[0].wake()
+
+    def _lead(self, served: list[Ticket]) -> None:
+        if self._batch:
+            self._finish(InterruptedError("the thread that wrote was interrupted"))
+        with self.mutex:
+            batch, self._batch, self._queue = self._queue, self._queue, []
+            snapshot = self._snapshot()
+        served.extend(batch)
+        error: BaseException | None = None
+        try:
             self._write(batch, snapshot)
-        except BaseException as error:
-            for ticket in batch:
-                ticket.error = ticket.error or error
-            if not isinstance(error, Exception):
+        except BaseException as raised:
+            error = raised
+            if not isinstance(raised, Exception):
                 raise
         finally:
-            for ticket in batch:
-                ticket.done = True
-            self._hand_over()
-            for ticket in batch:
-                if ticket is not own:
-                    ticket.wake()
+            self._finish(error)
 
-    def _hand_over(self) -> None:
-        with self.mutex:
-            following = next((ticket for ticket in self._queue if ticket.waiting), None)
-            self._busy = following is not None
-        if following is not None:
-            following.wake()
+    def _finish(self, error: BaseException | None) -> None:
+        served = set() if error is None else set(map(id, self._served(self._batch)))
+        for ticket in self._batch:
+            if error is not None and id(ticket) not in served:
+                ticket.error = ticket.error or error
+            ticket.done = True
+        self._batch = []

@@ -109,7 +109,7 @@ class Pack:
             OSError: a file cannot be cut.
         """
         if to_kept:
-            self.log.cut(self.log.end, self.log.n_events)
+            self.log.cut()
         for tape in self._tapes:
             if to_kept:
                 tape.whole = tape.kept

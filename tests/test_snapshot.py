@@ -1,0 +1,185 @@
+"""Reading a spool without touching it: a copy of the catalog in memory, and a handle that records nothing."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import apsw
+import pytest
+from kit import SHAPE, add
+from recorded import feed, opened, step
+
+import spool
+from spool.catalog import Catalog
+from spool.catalog.snapshot import load
+from spool.formats import records
+
+
+def path_of(tmp_path):
+    return str(tmp_path / "catalog.sqlite")
+
+
+def filled(tmp_path, n=3):
+    catalog = Catalog.open(path_of(tmp_path))
+    feed(catalog, [event for number in range(n) for event in (opened(f"s{number}"), step(f"s{number}", 0))])
+    return catalog
+
+
+def listing(folder):
+    return sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in os.scandir(folder))
+
+
+def test_a_copy_holds_what_the_file_does_and_leaves_it_alone(tmp_path):
+    catalog = filled(tmp_path)
+    want = catalog.dump()
+    catalog.close()
+    before = listing(tmp_path)
+    copy = Catalog.open(path_of(tmp_path), readonly=True)
+    assert copy.in_memory
+    assert copy.dump() == want
+    feed(copy, [opened("more")], pack=1)
+    assert [row.session_id for row in copy.sessions()] == ["more", "s0", "s1", "s2"]
+    copy.close()
+    assert listing(tmp_path) == before
+
+
+def test_what_is_only_in_the_wal_is_copied_too(tmp_path):
+    catalog = filled(tmp_path, 50)
+    assert os.path.getsize(path_of(tmp_path) + "-wal") > os.path.getsize(path_of(tmp_path))
+    time.sleep(0.05)
+    assert Catalog.open(path_of(tmp_path), readonly=True).dump() == catalog.dump()
+    with catalog_transaction(tmp_path):
+        assert Catalog.open(path_of(tmp_path), readonly=True).dump() == catalog.dump()
+
+
+class catalog_transaction:  # noqa: N801
+    """A transaction of another connection that deletes everything, and never commits."""
+
+    def __init__(self, tmp_path):
+        self.connection = apsw.Connection(path_of(tmp_path))
+
+    def __enter__(self):
+        self.connection.execute("BEGIN IMMEDIATE")
+        self.connection.execute("DELETE FROM sessions; DELETE FROM events")
+
+    def __exit__(self, *_):
+        self.connection.execute("ROLLBACK")
+        self.connection.close()
+
+
+@pytest.mark.parametrize("what", ["nothing", "nonsense", "cut", "of another version", "altered"])
+def test_without_a_sound_file_the_copy_is_empty(tmp_path, what):
+    path = path_of(tmp_path)
+    if what != "nothing":
+        filled(tmp_path, 300).close()
+        size = os.path.getsize(path)
+        with open(path, "r+b") as file:
+            if what == "nonsense":
+                file.write(b"x" * size)
+            elif what == "cut":
+                file.truncate(size // 2)
+            elif what == "altered":
+                file.seek(4096 * 2)
+                file.write(os.urandom(size - 4096 * 2))
+    if what == "of another version":
+        connection = apsw.Connection(path)
+        connection.pragma("user_version", 99)
+        connection.close()
+    before = listing(tmp_path)
+    copy = Catalog.open(path, readonly=True)
+    assert list(copy.sessions()) == []
+    feed(copy, [opened("a")])
+    assert [row.session_id for row in copy.sessions()] == ["a"]
+    assert listing(tmp_path) == before
+
+
+def test_a_file_that_never_rests_is_not_copied(tmp_path, monkeypatch):
+    filled(tmp_path).close()
+    whole = shutil.copyfile
+
+    def busy(source, target):
+        whole(source, target)
+        os.utime(source, ns=(1, os.stat(source).st_mtime_ns + 1))
+
+    monkeypatch.setattr(shutil, "copyfile", busy)
+    os.utime(path_of(tmp_path), (1, 1))
+    assert not load(path_of(tmp_path), apsw.Connection(":memory:"))
+    monkeypatch.undo()
+    assert load(path_of(tmp_path), apsw.Connection(":memory:"))
+
+
+BUSY = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from recorded import feed, opened
+from spool.catalog import Catalog
+catalog = Catalog.open(sys.argv[1])
+print(flush=True)
+ends, pack = time.monotonic() + 1.5, 0
+while time.monotonic() < ends:
+    feed(catalog, [opened(f"{pack:06}-{number:03}-{'x' * 500}") for number in range(100)], pack=pack)
+    pack += 1
+"""
+
+
+def test_copies_of_a_file_under_load_are_whole(tmp_path):
+    code = [sys.executable, "-c", BUSY, path_of(tmp_path), os.path.dirname(__file__)]
+    writer = subprocess.Popen(code, stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    seen = []
+    while writer.poll() is None:
+        copy = Catalog.open(path_of(tmp_path), readonly=True)
+        assert copy.check() == []
+        counts = {}
+        for row in copy.sessions():
+            counts[row.session_id[:6]] = counts.get(row.session_id[:6], 0) + 1
+        assert set(counts.values()) <= {100}
+        assert sorted(counts) == [f"{pack:06}" for pack in range(len(counts))]
+        seen.append(len(counts))
+    assert writer.wait() == 0
+    assert max(seen) > min(seen)
+
+
+def test_a_handle_that_only_reads_records_nothing(tmp_path):
+    root = str(tmp_path / "s")
+    with pytest.raises(spool.NotFoundError):
+        spool.open(root, readonly=True)
+    assert not os.path.exists(root)
+    with spool.open(root) as sp:
+        s = sp.session("s", experts=SHAPE)
+        add(s, [1, 2], [3])
+        (segment,) = s.finalize()
+    before = listing(root), listing(f"{root}/streams")
+    with spool.open(root, readonly=True) as sp:
+        for call in (
+            lambda: add(sp.session("t", experts=SHAPE), [1], [2]),
+            lambda: sp.annotate("s", reward=1.0),
+            lambda: sp.attach(segment, late=[1.0]),
+            lambda: sp.release(segment),
+            lambda: sp.discard("s"),
+            lambda: sp.checkpointed("x"),
+        ):
+            with pytest.raises(spool.SessionStateError, match="read only"):
+                call()
+        assert sp.read(segment)["token_ids"].tolist() == [1, 2, 3]
+    assert (listing(root), listing(f"{root}/streams")) == before
+
+
+def test_events_that_moved_are_not_taken_for_others(tmp_path):
+    """A catalog that knows events by numbers that they no longer have says so, and reads no other step's messages."""
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        s = sp.session("a", experts=SHAPE)
+        for number in range(3):
+            add(s, [1, 2], [3 + number], messages=[{"role": "user", "content": str(number)}])
+    (path,) = (tmp_path / "s").glob("streams/*/records/0.arrow")
+    payloads = records.decode(path.read_bytes())
+    path.write_bytes(records.encode([payloads[0], *payloads[2:]]))
+    with spool.open(root) as sp:
+        for ref in sp.steps("a"):
+            with pytest.raises(spool.IntegrityError, match="rebuild the catalog"):
+                sp.messages(ref)
+        sp.rebuild()
+        assert [sp.messages(ref)[0]["content"] for ref in sp.steps("a")] == ["1", "2"]
