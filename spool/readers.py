@@ -58,9 +58,9 @@ class Readers:
         """See `Spool.read`; all references are of one spool."""
         if fields is not None:
             refs = [self._with_attached(ref, fields) for ref in refs]
-        owners = {ref.spool_id for ref in refs}
-        if len(owners) > 1:
-            raise InputError(f"one read takes references of one spool, got {sorted(owners)}")
+        if any(ref.spool_id != refs[0].spool_id for ref in refs):
+            owners = sorted({ref.spool_id for ref in refs})
+            raise InputError(f"one read takes references of one spool, got {owners}")
         reader = self._of(refs[0]) if refs else self._readers[self._spool_id]
         return reader.read(
             refs, fields=fields, tokens=tokens, layers=layers, dtype=dtype, out=out, missing=missing, verify=verify
@@ -92,10 +92,9 @@ class Readers:
 
     def _with_attached(self, ref: Ref, fields: Sequence[str]) -> Ref:
         """Return ``ref`` with the extents of late arrays among ``fields`` that it does not carry."""
-        if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self._spool_id:
+        if all(_carries(ref, name) for name in fields):
             return ref
-        known = ref.extents.keys() | ref.inline.keys() | BUILT_IN
-        if all(name in known or f"{name}.offsets" in known for name in fields):
+        if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self._spool_id:
             return ref
         self._feeder.catch_up()
         target = target_of(ref)
@@ -123,6 +122,10 @@ class Readers:
     def _store_at(self, root: str) -> HotStore:
         config = self._config
         return HotStore(root, page_cache_bytes=config.page_cache_bytes, max_open_files=config.max_open_files)
+
+
+def _carries(ref: Ref, name: str) -> bool:
+    return name in ref.extents or name in BUILT_IN or name in ref.inline or f"{name}.offsets" in ref.extents
 
 
 def _inline(name: str, value: Any) -> Inline:

@@ -15,6 +15,7 @@ from spool.read.columns import Column, MaskColumn, RaggedColumn, asks
 from spool.read.fetch import Ask, Batch, Tier, Verify, Workers, execute
 from spool.read.locate import byte_ranges
 from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
+from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Sample
 from spool.read.select import Range, Tokens, cover, plain_range, token_ranges
 from spool.read.streams import Dtype, FieldView, Streams
@@ -42,10 +43,12 @@ class Reader:
         self._store = store
         self._streams = Streams(store.read)
         self._workers = Workers(threads)
+        self._memory = Memory()
 
     def close(self) -> None:
         """Let go of threads and files."""
         self._workers.close()
+        self._memory.clear()
         self._store.close()
 
     def read(
@@ -92,7 +95,7 @@ class Reader:
             plain_range(layers, 0, what="layers")
         if missing != "error":
             check_missing(missing, np.dtype(np.float64), field="any field")
-        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing)
+        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory)
         samples = [
             call.columns(ref, fields, slices, arrays or {})
             for ref, slices, arrays in zip(
@@ -160,6 +163,7 @@ class _Call(NamedTuple):
     layers: slice | None
     dtype: DtypeChoice
     missing: Missing
+    memory: Memory
 
     def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out) -> dict[str, Column]:
         """Return the columns of a reference; what they need is in the batch."""
@@ -204,7 +208,7 @@ class _Call(NamedTuple):
             shape = (n, stop - start, *shape[2:])
             layers = None if stop - start == view.spec.num_layers else slice(start, stop)
         if out is None:
-            return Target(np.empty(shape, self._dtype(view)), layers)
+            return Target(self.memory.empty(shape, self._dtype(view)), layers)
         check_out(out, shape, view.stored, field=view.spec.name)
         return Target(out, layers)
 

@@ -1,0 +1,87 @@
+"""Memory for large results, used again when nothing refers to it any more.
+
+A trainer reads as much for every micro-batch, and fresh memory costs more than the rows: the kernel hands it out page
+by page and zeroes it first. So the memory of large arrays that are gone is kept, up to a limit, for those to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import weakref
+from bisect import bisect_left, insort
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALLEST_BYTES = 1 << 20
+IDLE_BYTES = 256 << 20
+
+Dtype = np.dtype[Any]
+
+
+class _Owner(np.ndarray[Any, Any]):
+    """What an array's memory belongs to. A type of its own: numpy passes over a base that is another plain array."""
+
+
+class Memory:
+    """Makes arrays; safe from many threads.
+
+    Args:
+        idle_bytes: most memory that is kept without being in use.
+
+    Attributes:
+        idle_bytes: memory that is.
+    """
+
+    def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
+        self._limit = idle_bytes
+        self.idle_bytes = 0
+        self._lock = threading.Lock()
+        self._idle: list[tuple[int, int, mmap.mmap]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: Dtype) -> NDArray[Any]:
+        """Return an uninitialised, C-contiguous, writable array that shares memory with no other."""
+        n_bytes = prod(shape) * dtype.itemsize
+        if n_bytes < SMALLEST_BYTES:
+            return np.empty(shape, dtype)
+        block = self._take(n_bytes) or _map(n_bytes)
+        owner = _Owner(n_bytes, np.uint8, buffer=block)
+        weakref.finalize(owner, self._give, block).atexit = False
+        return np.ndarray(shape, dtype, buffer=owner)
+
+    def _take(self, n_bytes: int) -> mmap.mmap | None:
+        """Return kept memory of that size, or up to a half more."""
+        with self._lock:
+            at = bisect_left(self._idle, (n_bytes,))
+            if at == len(self._idle) or self._idle[at][0] > n_bytes * 3 // 2:
+                return None
+            size, _, block = self._idle.pop(at)
+            self.idle_bytes -= size
+            return block
+
+    def _give(self, block: mmap.mmap) -> None:
+        """Keep memory, or let go of it where there is enough; runs wherever an array dies, so it never waits."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self.idle_bytes + len(block) <= self._limit:
+                    insort(self._idle, (len(block), id(block), block))
+                    self.idle_bytes += len(block)
+            finally:
+                self._lock.release()
+
+    def clear(self) -> None:
+        """Let go of all that is kept."""
+        with self._lock:
+            self._idle.clear()
+            self.idle_bytes = 0
+
+
+def _map(n_bytes: int) -> mmap.mmap:
+    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
