@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from spool.errors import InputError
 from spool.formats import arrays, values
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
-from spool.model.events import Annotated, Attached, Checkpointed, Released, SessionDiscarded
+from spool.model.events import Annotated, Attached, Checkpointed, Event, Released, SessionDiscarded
 from spool.model.fields import BUILT_IN, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
+from spool.patience import with_room, with_room_async
 from spool.recorder import Recorder
 from spool.write.stream import Rows, Run
 
@@ -42,9 +43,7 @@ class Facts:
         reward = checked.get("reward")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
-        self._recorder.record(
-            Annotated(session_id, time.time(), checked, None if segment is None else target_of(segment))
-        )
+        self._record(Annotated(session_id, time.time(), checked, None if segment is None else target_of(segment)))
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
@@ -79,10 +78,18 @@ class Facts:
             found = {spec.name: tuple(extents)}
             return encode_event(Attached(ref.session_id, time.time(), target_of(ref), spec, found))
 
-        writer.append({spec.name: Rows(len(rows), fill)}, event)
+        source = {spec.name: Rows(len(rows), fill)}
+        with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
 
     def discard(self, session_id: str) -> None:
         """See `Spool.discard`."""
+        with_room(self._recorder.append_timeout_s, lambda: self._discard(session_id))
+
+    async def discard_async(self, session_id: str, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
+        """See `Spool.discard_async`; waiting for room holds no thread."""
+        await with_room_async(self._recorder.append_timeout_s, lambda: on_thread(lambda: self._discard(session_id)))
+
+    def _discard(self, session_id: str) -> None:
         live = self._recorder.live(session_id)
         if live is not None:
             live.abandon()
@@ -96,11 +103,14 @@ class Facts:
         for ref in refs:
             by_session.setdefault(ref.session_id, []).append(target_of(ref))
         for session_id, names in by_session.items():
-            self._recorder.record(Released(session_id, time.time(), tuple(names), tag))
+            self._record(Released(session_id, time.time(), tuple(names), tag))
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""
-        self._recorder.record(Checkpointed(tag, time.time()))
+        self._record(Checkpointed(tag, time.time()))
+
+    def _record(self, event: Event) -> None:
+        with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
 
 
 def target_of(ref: SegmentRef | StepRef) -> str:

@@ -195,7 +195,7 @@ class Spool:
 
     async def discard_async(self, session_id: str) -> None:
         """`discard` on Spool's own threads."""
-        await self._on_thread(lambda: self.discard(session_id))
+        await self._facts.discard_async(session_id, self._on_thread)
 
     def release(self, refs: SegmentRef | Sequence[SegmentRef], tag: str | None = None) -> None:
         """Say that segments are consumed, for good or until ``checkpointed(tag)``; twice is the same as once."""

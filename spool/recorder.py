@@ -270,7 +270,11 @@ class Recorder:
         return [writer.name for writer in list(self._writers.values())]
 
     def record(self, event: Event) -> None:
-        """Commit an event that brings no payload, in any stream of this process."""
+        """Commit an event that brings no payload, in any stream of this process.
+
+        Raises:
+            CapacityError: there is no room now.
+        """
         self._own()
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
         writer.commit(encode_event(event))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 from msgspec import Struct
 
-from spool.errors import CapacityError, InputError, LockedError, SessionStateError, SpoolError, StepConflictError
+from spool.errors import InputError, LockedError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_ragged, content_key, json_facts, take
@@ -33,6 +33,7 @@ from spool.model.events import (
 from spool.model.fields import Schema
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
+from spool.patience import with_room, with_room_async
 from spool.rollout.messages import MessageTail, extend
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, segments
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from spool.write.stream import StreamWriter
 
 T = TypeVar("T")
-
-FIRST_WAIT_S = 0.005
-LONGEST_WAIT_S = 0.25
 
 FIXED = ("group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt", "prefer", "trim")
 """What a session keeps from its opening, besides its fields."""
@@ -196,12 +194,7 @@ class Session:
             CapacityError: no room within ``append_timeout_s``.
         """
         step = StepInput(**{name: value for name, value in locals().items() if name != "self"})
-        room = _Patience(self._host.append_timeout_s)
-        while True:
-            try:
-                return self._append(step)
-            except CapacityError:
-                time.sleep(room.next_wait_s())
+        return self._with_room(lambda: self._append(step))
 
     async def append_async(self, **arguments: Any) -> StepRef:
         """`append` on Spool's own threads; waiting for room holds none of them.
@@ -209,12 +202,13 @@ class Session:
         Cancelling it commits the step whole or leaves nothing.
         """
         step = StepInput(**arguments)
-        room = _Patience(self._host.append_timeout_s)
-        while True:
-            try:
-                return await self.on_thread(lambda: self._append(step))
-            except CapacityError:
-                await asyncio.sleep(room.next_wait_s())
+        return await self._with_room_async(lambda: self._append(step))
+
+    def _with_room(self, call: Callable[[], T]) -> T:
+        return with_room(self._host.append_timeout_s, call)
+
+    async def _with_room_async(self, call: Callable[[], T]) -> T:
+        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call))
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` on one of Spool's threads, in the context of the calling task."""
@@ -332,7 +326,19 @@ class Session:
 
         Raises:
             SessionStateError: it is discarded, suspended, or finalised in another way.
+            CapacityError: no room within ``append_timeout_s``.
         """
+        return self._with_room(lambda: self._finalize(view, outcome, inline, options))
+
+    async def finalize_async(
+        self, view: View = "lineage", outcome: Outcome = "completed", inline: Sequence[str] = (), **options: Any
+    ) -> list[SegmentRef]:
+        """`finalize` on Spool's own threads; waiting for room holds none of them."""
+        return await self._with_room_async(lambda: self._finalize(view, outcome, inline, options))
+
+    def _finalize(
+        self, view: View, outcome: Outcome, inline: Sequence[str], options: dict[str, Any]
+    ) -> list[SegmentRef]:
         check_outcome(outcome)
         with self._owned():
             state = self._state()
@@ -355,19 +361,21 @@ class Session:
         refs = list(final.segments)
         return self._host.inline(refs, inline) if inline else refs
 
-    async def finalize_async(
-        self, view: View = "lineage", outcome: Outcome = "completed", inline: Sequence[str] = (), **options: Any
-    ) -> list[SegmentRef]:
-        """`finalize` on Spool's own threads."""
-        return await self.on_thread(lambda: self.finalize(view, outcome, inline, **options))
-
     def discard(self, step: str | int | StepRef) -> None:
         """Withdraw a leaf step.
 
         Raises:
             NotFoundError: there is no such step.
             SessionStateError: other steps extend it, or the session has ended.
+            CapacityError: no room within ``append_timeout_s``.
         """
+        self._with_room(lambda: self._discard(step))
+
+    async def discard_async(self, step: str | int | StepRef) -> None:
+        """`discard` on Spool's own threads; waiting for room holds none of them."""
+        await self._with_room_async(lambda: self._discard(step))
+
+    def _discard(self, step: str | int | StepRef) -> None:
         with self._owned():
             state, held = self._open_state(), self._held()
             index = state.resolve(step.index if isinstance(step, StepRef) else step, held)
@@ -380,12 +388,8 @@ class Session:
                     held.events.append(event)
                 state.discard(event, held)
 
-    async def discard_async(self, step: str | int | StepRef) -> None:
-        """`discard` on Spool's own threads."""
-        await self.on_thread(lambda: self.discard(step))
-
     def abandon(self) -> None:
-        """Withdraw the whole session; what `Spool.discard` does with a live one."""
+        """Withdraw the whole session; what `Spool.discard` does with a live one. It does not wait for room."""
         with self._owned():
             event, state = SessionDiscarded(self.session_id, time.time()), self._state()
             with self._recording():
@@ -400,12 +404,20 @@ class Session:
             return
         try:
             if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._state().ended:
-                self.finalize(outcome="timeout")
+                self._finalize("lineage", "timeout", (), {})
         finally:
             self._lock.release()
 
     def suspend(self) -> str:
-        """Stop appending here and return a small JSON token; `Spool.resume` goes on with it in any process."""
+        """Stop appending here and return a small JSON token; `Spool.resume` goes on with it in any process.
+
+        Raises:
+            SessionStateError: the session has ended, or a transaction is open.
+            CapacityError: no room within ``append_timeout_s``.
+        """
+        return self._with_room(self._suspend)
+
+    def _suspend(self) -> str:
         with self._owned():
             state = self._open_state()
             self._check_no_transaction("suspended")
@@ -425,7 +437,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and not self._suspended and not self._state().ended:
+        if kind is not None and self._goes_on():
             self.finalize(outcome="failed")
 
     async def __aenter__(self) -> Self:
@@ -434,7 +446,11 @@ class Session:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.on_thread(lambda: self.__exit__(kind, error, trace))
+        if kind is not None and await self.on_thread(self._goes_on):
+            await self.finalize_async(outcome="failed")
+
+    def _goes_on(self) -> bool:
+        return not self._suspended and not self._state().ended
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
@@ -449,24 +465,40 @@ class Session:
 
     def end(self, held: Held, *, keep: bool) -> None:
         """Commit or drop what ``held`` holds; used by `TransactionBlock`."""
+        try:
+            self._with_room(lambda: self._end(held, keep=keep))
+        except BaseException:
+            self._drop(held)
+            raise
+
+    async def end_async(self, held: Held, *, keep: bool) -> None:
+        """`end` on Spool's own threads; waiting for room holds none of them."""
+        try:
+            await self._with_room_async(lambda: self._end(held, keep=keep))
+        except BaseException:
+            await self.on_thread(lambda: self._drop(held))
+            raise
+
+    def _end(self, held: Held, *, keep: bool) -> None:
         with self._owned():
-            self._blocks.discard(held)
-            state, spoiled, held.open = self._state(), held.spoiled, False
-            if spoiled and not keep:
-                return  # nothing of it is in the state any more
-            try:
-                if keep:
-                    self._check_whole(state, held)
-                    with self._recording():
-                        if held.events:
-                            self._commit(Transaction(tuple(held.events)))
-                        state.settle(held)
-            except SpoolError:
-                if not spoiled:
-                    state.rollback(held)
-                raise
+            held.open = False
             if not keep:
-                state.rollback(held)
+                self._drop(held)
+                return
+            state = self._state()
+            self._check_whole(state, held)
+            with self._recording():
+                if held.events:
+                    self._commit(Transaction(tuple(held.events)))
+                state.settle(held)
+                held.over = True
+
+    def _drop(self, held: Held) -> None:
+        """Take out of the state what a transaction holds that was not committed, where it is in there."""
+        with self._owned():
+            if not held.over and not held.spoiled:
+                held.over = True
+                self._state().rollback(held)
 
     def _check_whole(self, state: SessionState, held: Held) -> None:
         """Refuse to commit a transaction that others have overtaken."""
@@ -495,7 +527,7 @@ class Session:
         except BaseException:
             self._loaded, self._in_stream, self._doubtful = None, None, True
             for held in self._blocks:
-                held.spoiled = True
+                held.spoiled = not held.over
             raise
 
     def _check_no_transaction(self, verb: str) -> None:
@@ -591,18 +623,3 @@ def _check_same(known: SessionOpened, wanted: SessionOpened) -> None:
                 f"session {known.session_id!r} was opened with {declared.get(spec.name, 'no such field')}, not {spec}",
                 session_id=known.session_id, field=spec.name,
             )  # fmt: skip
-
-
-class _Patience:
-    """Growing waits up to a deadline; called where a CapacityError is being handled, which it lets go on then."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._until = time.monotonic() + timeout_s
-        self._wait_s = FIRST_WAIT_S
-
-    def next_wait_s(self) -> float:
-        wait_s = self._wait_s
-        if time.monotonic() + wait_s > self._until:
-            raise  # noqa: PLE0704  (re-raises the CapacityError that the caller handles)
-        self._wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-        return wait_s

@@ -28,6 +28,9 @@ class Owner(Protocol):
     def end(self, held: Held, *, keep: bool) -> None:
         """Commit or drop what it holds."""
 
+    async def end_async(self, held: Held, *, keep: bool) -> None:
+        """`end`, on Spool's own threads."""
+
 
 class Held:
     """The events of one transaction, until its block ends.
@@ -36,12 +39,14 @@ class Held:
         events: in the order they happened.
         open: the block has not ended.
         spoiled: an interruption took from the session's state what the events say; they can only be dropped.
+        over: they are committed or dropped.
     """
 
     def __init__(self) -> None:
         self.events: list[Single] = []
         self.open = True
         self.spoiled = False
+        self.over = False
 
 
 _current: contextvars.ContextVar[dict[int, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)
@@ -94,4 +99,4 @@ class TransactionBlock:
     ) -> None:
         held = self._exit()
         # A cancelled task must not leave the transaction neither kept nor dropped.
-        await asyncio.shield(self._session.on_thread(lambda: self._session.end(held, keep=kind is None)))
+        await asyncio.shield(self._session.end_async(held, keep=kind is None))

@@ -31,12 +31,13 @@ from writing import (
 
 from spool.errors import IntegrityError
 from spool.formats import records
-from spool.formats.frames import decode_event, encode_event
+from spool.formats.frames import decode_event, encode_event, frame, scan
 from spool.formats.shard import parse_group
 from spool.model.events import Checkpointed
 from spool.model.fields import Schema
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file
+from spool.write.log import CommitLog
 from spool.write.recover import recover
 from spool.write.stream import Run
 
@@ -385,3 +386,48 @@ def test_two_recoveries_at_once_do_it_once(tmp_path):
     assert [report.packs for report in reports] == [(0,)]
     check_stored(root, writer.name, SCHEMA, writer.layout, runs, arrays)
     writer.close()
+
+
+def test_a_stream_without_a_lock_is_reported_and_left_to_its_writer(tmp_path):
+    writer = stream(tmp_path, SMALL)
+    arrays = data(SMALL, 0, 10)
+    runs = put(writer, arrays)
+    os.unlink(f"{folder(tmp_path, writer.name)}/lock")
+    for dry_run in (True, False):
+        (report,) = recover(str(tmp_path), dry_run=dry_run)
+        assert "lock is missing" in report.error and report.packs == ()
+    later = put(writer, arrays)
+    for found in (runs, later):
+        check(tmp_path, writer, found, arrays)
+    writer.close()
+    check(tmp_path, writer, later, arrays)
+
+
+def test_events_that_a_killed_writer_had_made_durable_but_not_yet_shown_are_recovered(tmp_path):
+    os.makedirs(tmp_path / "x" / "records")
+    writer = stream(tmp_path / "live", Schema())
+    writer.commit(encode_event(Checkpointed("first", 1.0)))
+    root = copy_of_dead(tmp_path / "live", writer, tmp_path / "dead")
+    log = CommitLog(str(tmp_path / "x"), 0, sync=True)
+    log.append([frame(encode_event(Checkpointed("first", 1.0)))])
+    log.prepare([frame(encode_event(Checkpointed(tag, 1.0))) for tag in ("second", "third")])
+    log.close()
+    assert len(list(scan(read_file(log.path)))) == 1
+    shutil.copy(log.path, f"{folder(root, writer.name)}/records/0.log")
+    (report,) = recover(root)
+    assert (report.n_events, report.torn_bytes, report.damaged_bytes) == (3, 0, 0)
+    writer.close()
+
+
+def test_a_log_that_came_back_shorter_does_not_replace_the_records_made_of_it(tmp_path):
+    writer = stream(tmp_path, Schema())
+    for tag in "abc":
+        writer.commit(encode_event(Checkpointed(tag, 1.0)))
+    base = f"{folder(tmp_path, writer.name)}/records"
+    log = read_file(f"{base}/0.log")
+    writer.close()
+    with open(f"{base}/0.log", "wb") as file:
+        file.write(log[: len(log) // 2])
+    (report,) = recover(str(tmp_path))
+    assert report.n_events == 3 and report.torn_bytes == 0
+    assert [decode_event(payload).tag for payload in records.decode(read_file(f"{base}/0.arrow"))] == ["a", "b", "c"]

@@ -287,3 +287,36 @@ def test_a_thread_that_cannot_seal_says_so_and_leaves_it_for_later(tmp_path, mon
     monkeypatch.undo()
     writer.close()
     assert [n for n in files(tmp_path, writer.name) if "records" in n] == [f"records/{n}.arrow" for n in range(3)]
+
+
+def test_each_file_is_synced_before_its_name_and_both_before_the_log_goes(tmp_path, monkeypatch):
+    writer = stream(tmp_path)
+    put(writer, data(SCHEMA, 0, 5000))
+    base, calls = folder(tmp_path, writer.name), []
+
+    def watched(name, real):
+        def call(first, *args, **options):
+            path = os.readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else str(args[0] if args else first)
+            calls.append((name, os.path.relpath(path, base).replace(".tmp", "")))
+            return real(first, *args, **options)
+
+        return call
+
+    for name in ("fsync", "rename", "unlink"):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    writer.flush()
+    monkeypatch.undo()
+    names = [path for call, path in calls if call == "rename" and path.endswith((".json", ".arrow"))]
+    assert names[-1] == "records/0.arrow" and len(names) == 4
+    order = {call: n for n, call in enumerate(calls)}
+    for path in names:
+        head, tail = os.path.split(path)
+        synced = [n for (call, at), n in order.items() if call == "fsync" and at.startswith(f"{head}/.{tail}.")]
+        assert synced and max(synced) < order["rename", path] < order["fsync", head]
+        assert order["fsync", head] <= order["fsync", "records"]
+    shards = [path for call, path in calls if call == "fsync" and "/c/0" in path]
+    assert set(shards) >= {"routed_experts/c/0/0/0", "routed_experts/c/0/0", "routed_experts/c/0", "token_ids/c/0"}
+    assert max(n for n, (call, path) in enumerate(calls) if "/c" in path) < order["rename", names[0]]
+    assert order["unlink", "records/0.log"] > order["rename", "records/0.arrow"]
+    assert sum(call == "fsync" for call, _ in calls) <= 18
+    writer.close()

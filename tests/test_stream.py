@@ -31,7 +31,7 @@ from writing import (
 
 from spool.errors import CapacityError, ConfigError, InputError, LockedError, SessionStateError, StorageError
 from spool.formats import records
-from spool.formats.frames import decode_event, encode_event
+from spool.formats.frames import decode_event, encode_event, scan
 from spool.formats.shard import parse_group
 from spool.model.events import Checkpointed, SessionOpened
 from spool.model.fields import LOSS_MASK, FieldSpec, Schema
@@ -39,6 +39,7 @@ from spool.stores.hot import HotStore
 from spool.stores.local import read_file
 from spool.write.folder import lock_folder
 from spool.write.log import read_log
+from spool.write.space import Grants
 from spool.write.stream import Rows
 
 
@@ -817,10 +818,13 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
         from writing import *
         writer = stream(sys.argv[1], SMALL)
         put(writer, data(SMALL, 0, 10))
+        read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.write(write_end, b"runs")
             sys.stdin.read()
             os._exit(0)
+        os.read(read_end, 4)
         print(writer.name, flush=True)
         os.kill(os.getpid(), 9)
     """)
@@ -893,4 +897,44 @@ def test_opening_events_come_before_steps(tmp_path):
     writer.commit(encode_event(SessionOpened("s", 1.0)))
     put(writer, data(SMALL, 0, 5))
     assert [type(event).__name__ for event in events(tmp_path, writer)] == ["SessionOpened", "StepCommitted"]
+    writer.close()
+
+
+def test_an_event_that_fails_to_sync_is_never_seen_by_who_follows_the_log(tmp_path, monkeypatch):
+    """Whoever reads the log at the moment of the sync finds no frame; after the failure neither does recovery."""
+    writer = stream(tmp_path, durability="disk")
+    put(writer, data(SCHEMA, 0, 10), index=0)
+    log, real, seen, failing = f"{folder(tmp_path, writer.name)}/records/0.log", os.fdatasync, [], [True]
+
+    def fdatasync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == log:
+            seen.append([decode_event(found.payload).index for found in scan(read_file(log))])
+            if failing[0]:
+                failing[0] = False
+                raise OSError(5, "I/O error")
+        return real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with pytest.raises(StorageError):
+        put(writer, data(SCHEMA, 1, 10), index=1)
+    put(writer, data(SCHEMA, 2, 10), index=1)
+    monkeypatch.undo()
+    assert seen == [[0]], "before it is durable an event is none"
+    writer.close()
+    base = f"{folder(tmp_path, writer.name)}/records"
+    found = [decode_event(p) for n in range(2) for p in records.decode(read_file(f"{base}/{n}.arrow"))]
+    assert [event.index for event in found] == [0, 1]
+    assert found[0].extents["token_ids"][0].row == 0 < found[1].extents["token_ids"][0].row
+
+
+def test_a_refusal_says_how_much_is_taken_and_what_is_on_disk_is_charged_in_any_case(tmp_path):
+    space = Free(20 << 20)
+    writer = stream(tmp_path, space=space)
+    with pytest.raises(CapacityError, match="16 MiB of 20 MiB are taken") as caught:
+        put(writer, data(SCHEMA, 1, 100_000))
+    assert (caught.value.details["limit"], caught.value.details["taken"]) == (20 << 20, space.reserved)
+    grants = Grants(space, "s")
+    space.limit = space.reserved
+    grants.settle(0, 1000)
+    assert space.reserved == space.limit + 1000
     writer.close()

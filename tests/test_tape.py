@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from writing import SCHEMA, Free, data, folder, put, read_bytes, rows_of, stream
+from writing import SCHEMA, Free, check, data, folder, put, read_bytes, rows_of, stream
 
 from spool.errors import CapacityError
-from spool.formats.frames import frame
+from spool.formats.frames import decode_event, frame
 from spool.model.fields import ArraySpec, FieldSpec, Schema, layout
+from spool.stores.hot import HotStore
 from spool.stores.local import BLOCK
+from spool.write import group as group_module
 from spool.write.folder import Folder
 from spool.write.group import Group, Ticket
 from spool.write.log import CommitLog, log_path, read_log
 from spool.write.mover import Mover
 from spool.write.ring import BUDGET_BYTES, FLUSH_BYTES, Ring, make_rings
 from spool.write.space import GRANT_BYTES, Grants
+from spool.write.stream import Run
 from spool.write.tape import Tape
 
 # -- rings -------------------------------------------------------------------------------------------------------------
@@ -370,7 +375,7 @@ def make_group(write=lambda batch, snapshot: None):
         batches.append([ticket.frame for ticket in batch])
         write(batch, snapshot)
 
-    return Group(lambda: None, record, lambda batch: []), batches
+    return Group(lambda: None, record, lambda batch, error: []), batches
 
 
 def run(group, name):
@@ -551,3 +556,191 @@ def test_rows_of_nothing_are_legal(tmp_path):
     assert writer.append(rows_of(data(SCHEMA, 0, 0)), lambda runs: None) == runs
     writer.close()
     assert sorted(os.listdir(f"{folder(tmp_path, writer.name)}/records")) == ["0.arrow"]
+
+
+# -- interruptions -----------------------------------------------------------------------------------------------------
+
+
+class Interrupting:
+    """Raises once in this thread where the n-th signal handler could: as a call begins, or a built-in one returns."""
+
+    def __init__(self, file, n):
+        self.file, self.left, self.raised = file, n, False
+
+    def __enter__(self):
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _event(self, frame, event, argument):
+        if event in ("call", "c_return") and frame.f_code.co_filename.endswith(self.file):
+            self.left -= 1
+            if self.left == 0:
+                self.raised = True
+                raise KeyboardInterrupt
+
+
+def test_an_interruption_anywhere_in_a_group_holds_nobody_up(monkeypatch):
+    """At every call and return in the module, alone and behind a leader; then others go on, and so does this thread."""
+    monkeypatch.setattr(group_module, "PATIENCE_S", 0.02)
+    for use in ("alone", "behind", "exclusive"):
+        n, done = 0, False
+        while not done:
+            n += 1
+            gate, group = threading.Event(), None
+
+            def write(batch, snapshot, gate=gate):
+                if batch and batch[0].frame == b"first":
+                    gate.wait(5)
+
+            group, _ = make_group(write)
+            other = threading.Thread(target=run, args=(group, b"first"))
+            if use == "behind":
+                other.start()
+                threading.Timer(0.005, gate.set).start()
+            ticket = Ticket(b"mine")
+            with Interrupting("write/group.py", n) as interrupting, suppress(KeyboardInterrupt):
+                if use == "exclusive":
+                    with group.exclusive():
+                        pass
+                else:
+                    with group.mutex:
+                        group.enqueue(ticket)
+                    group.run(ticket)
+            gate.set()
+            done = not interrupting.raised
+            late = threading.Thread(target=run, args=(group, b"late"), daemon=True)
+            late.start()
+            late.join(5)
+            assert not late.is_alive(), f"hangs after an interruption at {n} ({use})"
+            if use == "behind":
+                other.join(5)
+                assert not other.is_alive()
+        assert n > 4
+
+
+def test_an_interruption_anywhere_in_a_commit_leaves_what_is_on_disk_and_nothing_else(tmp_path):
+    """What an interrupted thread reports does not matter: frames that were whole stay where they are, and count."""
+    for file in ("write/log.py", "write/commit.py", "write/tape.py", "write/pack.py"):
+        n, done = 0, False
+        while not done:
+            n += 1
+            writer, kept = stream(tmp_path, space=Free()), []
+            kept.append((put(writer, data(SCHEMA, 0, 50), index=0), data(SCHEMA, 0, 50)))
+            log = log_path(folder(tmp_path, writer.name), 0)
+            with Interrupting(file, n) as interrupting, suppress(KeyboardInterrupt):
+                put(writer, data(SCHEMA, 1, 50), index=1)
+            done = not interrupting.raised
+            seen = read_log(log).payloads
+            for index in (2, 3):
+                arrays = data(SCHEMA, index, 50)
+                kept.append((put(writer, arrays, index=index), arrays))
+            after = read_log(log).payloads
+            assert after[: len(seen)] == seen, f"frames were taken back that could be seen ({file}, {n})"
+            indexes = [decode_event(payload).index for payload in after]
+            assert indexes in ([0, 2, 3], [0, 1, 2, 3])
+            for payload in after:
+                event = decode_event(payload)
+                for array, extents in event.extents.items():
+                    run_ = [(extent.row, extent.n, extent.crc) for extent in extents]
+                    check(tmp_path, writer, {array: [Run(*r) for r in run_]},
+                          {array: data(SCHEMA, event.index, 50)[array]})  # fmt: skip
+            for runs, arrays in kept:
+                check(tmp_path, writer, runs, arrays)
+            writer.close()
+            for runs, arrays in kept:
+                check(tmp_path, writer, runs, arrays)
+            shutil.rmtree(tmp_path / "streams")
+        assert n > 3
+
+
+@pytest.mark.parametrize("how", ["whole", "part"])
+def test_frames_that_are_whole_count_for_those_who_wait_whatever_the_leader_meets(tmp_path, monkeypatch, how):
+    writer, real, armed = stream(tmp_path), os.pwrite, [False]
+    put(writer, data(SCHEMA, 0, 5), index=0)
+
+    def pwrite(fd, buffer, offset):
+        if armed[0] and os.readlink(f"/proc/self/fd/{fd}").endswith(".log"):
+            armed[0] = False
+            real(fd, memoryview(buffer)[: len(buffer) if how == "whole" else len(buffer) // 2 + 9], offset)
+            raise KeyboardInterrupt
+        return real(fd, buffer, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    armed[0] = True
+    with pytest.raises(KeyboardInterrupt):
+        put(writer, data(SCHEMA, 1, 5), index=1)
+    put(writer, data(SCHEMA, 2, 5), index=2)
+    found = [decode_event(p).index for p in read_log(log_path(folder(tmp_path, writer.name), 0)).payloads]
+    assert found == ([0, 1, 2] if how == "whole" else [0, 2])
+    writer.close()
+
+
+def test_bytes_that_were_seen_never_change_while_tails_are_used_again(tmp_path):
+    """Readers hammer unsealed rows while small and large appends alternate, so that every tail is soon another's."""
+    mover, stop, failures = Mover(), threading.Event(), []
+    bench = Bench(tmp_path, 320, mover=mover, ring_bytes=4 << 20)
+    store = HotStore(str(tmp_path))
+
+    def read(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            while not stop.is_set():
+                if bench.kept:
+                    start, raw = bench.kept[-1 - int(rng.integers(min(3, len(bench.kept))))]
+                    if seed:
+                        assert read_bytes(tmp_path, "s", bench.spec, 0, start, start + len(raw)) == raw
+                    else:
+                        with store.borrow("streams/s/x/c/0/0", start, len(raw)) as view:
+                            assert bytes(view) == raw
+        except BaseException as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read, args=(seed,)) for seed in range(2)]
+    for reader in readers:
+        reader.start()
+    for step in range(500):
+        n = (1, 40, 3300)[step % 3] if step % 30 < 3 else 60
+        if bench.tape.room < n:
+            break
+        bench.commit(bench.fill(n))
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert failures == []
+    bench.tape.close()
+    names = os.listdir(tmp_path / "streams" / "s" / "x")
+    assert len([name for name in names if name.startswith("tail")]) <= 1 and not any("spare" in name for name in names)
+    bench.check()
+    mover.close()
+
+
+def test_a_spare_takes_no_room(tmp_path):
+    bench = Bench(tmp_path, 320, ring_bytes=4 << 20)
+    for n in (1000, 4000, 10):
+        bench.commit(bench.fill(n))
+    spares = [path for path in (tmp_path / "streams" / "s" / "x").iterdir() if path.name.startswith("spare")]
+    assert spares and all(path.stat().st_size == 0 for path in spares)
+    bench.tape.close()
+
+
+@pytest.mark.parametrize("call", ["rename", "ftruncate"])
+def test_a_tail_that_cannot_be_put_aside_does_no_harm(tmp_path, monkeypatch, call):
+    """Whatever is left in its place is gone before the pack is sealed, which looks for the rows in tails."""
+    bench, real, failing = Bench(tmp_path, 320, ring_bytes=4 << 20), getattr(os, call), [True]
+
+    def fail(*args):
+        if failing[0] and (call == "ftruncate" or "spare" in str(args[1])):
+            raise OSError(28, "full")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, fail)
+    for n in (1000, 4000, 10, 4086):
+        bench.commit(bench.fill(n))
+        bench.check(patience_s=0.0)
+    bench.tape.close()
+    tails = [name for name in os.listdir(tmp_path / "streams" / "s" / "x") if name.startswith("tail")]
+    assert len(tails) <= 1
+    bench.check()

@@ -37,6 +37,9 @@ class Free:
     def settle(self, stream, n_bytes):
         self.reserved -= n_bytes
 
+    def totals(self):
+        return self.limit, self.reserved
+
 
 def stream(root, schema=SCHEMA, **options):
     options.setdefault("space", Free())

@@ -46,26 +46,26 @@ def check_records(
         packs: how far each pack's records are known.
         findings: takes what is wrong.
         deep: read them.
-        told: packs of which it is known that their records are damaged.
+        told: packs of which it is reported already what is wrong with their records; they must be there.
     """
     for pack, state in packs.items():
         log, sealed = log_path(root, stream, pack), records_path(root, stream, pack)
         file = log if os.path.exists(log) else sealed
         try:
-            text = _check(log, sealed, state, live=is_live(root, stream), deep=deep and pack not in told)
+            text = _check(log, sealed, state, live=is_live(root, stream), deep=deep, told=pack in told)
         except (SpoolError, OSError) as error:
             text = str(error)
         if text is not None:
             findings.add(Finding(kind="integrity", text=text, stream=stream, field="records", file=file))
 
 
-def _check(log: str, sealed: str, state: LogState, *, live: bool, deep: bool) -> str | None:
+def _check(log: str, sealed: str, state: LogState, *, live: bool, deep: bool, told: bool) -> str | None:
     # a log is removed after its sealed form is there: looked for in this order one of them is found
     if os.path.exists(log):
         with contextlib.suppress(FileNotFoundError):
-            return _check_log(log, state, live=live, deep=deep)
+            return None if told else _check_log(log, state, live=live, deep=deep)
     if os.path.exists(sealed):
-        return _check_sealed(sealed, state) if deep else None
+        return _check_sealed(sealed, state) if deep and not told else None
     return "the records are missing: messages of this pack are lost, and after `spool rebuild` its steps are, too"
 
 

@@ -53,7 +53,7 @@ class Room:
         )
 
     def settle(self, stream: str, n_bytes: int) -> None:
-        """Take back ``n_bytes`` that were granted to a stream and turned out not to be needed.
+        """Take back ``n_bytes`` that were granted to a stream and not needed; below 0 it took so much more.
 
         Where that cannot be written the account is too high until the root is measured again: no reason to fail.
         """
@@ -61,6 +61,14 @@ class Room:
             self._space.settle(stream, n_bytes)
         except SpoolError as error:
             log.warning("%d bytes of stream %s are not returned until it is measured: %s", n_bytes, stream, error)
+
+    def totals(self) -> tuple[int | None, int]:
+        """Return the limit, and the bytes that all streams have reserved as far as the catalog can tell.
+
+        Raises:
+            StorageError: the catalog cannot be read.
+        """
+        return self._limit, sum(self._catalog.usage().values())
 
     def _measure(self, *, after_s: float) -> bool:
         """Measure the root, unless that was done less than ``after_s`` ago; return whether it was."""

@@ -11,7 +11,9 @@
       |     |     `-- mover   a thread that moves long tails to the shard file
       |     `-- log     frames on disk
       |-- space     bytes asked of the hot tier in grants
-      `-- seal      pads, indexes and describes a finished pack; works from disk alone
+      `-- sealer    a thread that seals finished packs
+            `-- seal      pads, indexes and describes one; works from disk alone
+                  `-- replace   files put in place together
     recover   the same seal for streams whose writer died
     folder    names, lock and metadata of a stream's folder
 """

@@ -23,19 +23,26 @@ OnCommit = Callable[[int, int], None]
 class _Attempt:
     """One leader's writing: enough to say, wherever it broke off, what of it counts."""
 
-    __slots__ = ("n_before", "over", "pack", "tickets")
+    __slots__ = ("_n_before", "batch", "over", "pack")
 
-    def __init__(self, pack: Pack, tickets: list[Ticket]) -> None:
+    def __init__(self, pack: Pack, batch: list[Ticket]) -> None:
         self.pack = pack
-        self.tickets = tickets
-        self.n_before = pack.log.n_events
+        self.batch = batch
         self.over = False
+        self._n_before = pack.log.n_events
 
     @property
     def n_whole(self) -> int:
         """How many of the tickets with frames are committed."""
         self.pack.log.recount()
-        return self.pack.log.n_events - self.n_before
+        return self.pack.log.n_events - self._n_before
+
+    @property
+    def served(self) -> list[Ticket]:
+        """The tickets that are written."""
+        n_whole = self.n_whole
+        frames = [ticket for ticket in self.batch if ticket.frame]
+        return [ticket for ticket in self.batch if not ticket.frame] + frames[:n_whole] if n_whole else []
 
 
 class Committer:
@@ -55,7 +62,7 @@ class Committer:
         self._path = path
         self._sync = sync
         self._on_commit = on_commit
-        self._group: Group[tuple[Pack | None, list[Mark]]] = Group(self._published, self._write, self._served)
+        self._group: Group[tuple[Pack | None, list[Mark]]] = Group(self._published, self._write, self._broke_off)
         self._attempt: _Attempt | None = None
         self._failure: BaseException | None = None
         self._spoiled = False
@@ -166,9 +173,8 @@ class Committer:
     def _write(self, batch: list[Ticket], published: tuple[Pack | None, list[Mark]]) -> None:
         pack, marks = published
         assert pack is not None, "a ticket without a pack"
-        self._check_over()
         frames = [ticket.frame for ticket in batch if ticket.frame]
-        attempt = self._attempt = _Attempt(pack, [ticket for ticket in batch if ticket.frame])
+        attempt = self._attempt = _Attempt(pack, batch)
         error: BaseException | None = None
         try:
             self._write_payload(pack, marks)
@@ -177,7 +183,6 @@ class Committer:
         except BaseException as raised:  # noqa: BLE001 - raised again below
             error = raised
         if error is not None and attempt.n_whole == 0:
-            self._fail(error)
             raise error
         with self._group.mutex:
             for tape, _, whole in marks:
@@ -189,19 +194,16 @@ class Committer:
         if error is not None:
             raise error
 
-    def _check_over(self) -> None:
-        """Refuse to go on behind a leader that was interrupted so often that it could not say so."""
-        if self._attempt is not None and not self._attempt.over:
-            error = InterruptedError("the thread that wrote was interrupted")
-            self._fail(error)
-            raise error
-
-    def _served(self, batch: list[Ticket]) -> list[Ticket]:
+    def _broke_off(self, batch: list[Ticket], error: BaseException) -> list[Ticket]:
+        """Note that a leader did not come to its end; return which of its tickets are written all the same."""
         attempt = self._attempt
-        n_whole = 0 if attempt is None else attempt.n_whole
-        if attempt is None or n_whole == 0:
+        if attempt is None or attempt.batch is not batch:
             return []
-        return [ticket for ticket in batch if not ticket.frame] + attempt.tickets[:n_whole]
+        if not attempt.over and self._failure is None:
+            with self._group.mutex:
+                self._failure = error
+                self._group.fail_queued(error)
+        return attempt.served
 
     def _write_payload(self, pack: Pack, marks: list[Mark]) -> None:
         pack.write(marks)
@@ -230,11 +232,6 @@ class Committer:
         except Exception:
             self._spoiled = True
             raise
-
-    def _fail(self, error: BaseException) -> None:
-        with self._group.mutex:
-            self._failure = error
-            self._group.fail_queued(error)
 
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[None]:

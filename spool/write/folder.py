@@ -15,7 +15,7 @@ import time
 
 from msgspec import Struct
 
-from spool.errors import LockedError, SpoolError
+from spool.errors import IntegrityError, LockedError, SpoolError
 from spool.formats.shard import array_metadata, group_metadata, parse_group, shard_key
 from spool.model.fields import ArraySpec, Layout, Schema
 from spool.stores.local import map_os_error, pwrite_all, read_file, sync_dir, write_atomic
@@ -49,6 +49,14 @@ class Folder(Struct, frozen=True):
         """Return the shard file of an array in a pack."""
         return f"{self.path}/{shard_key(spec.name, len(spec.shape) + 1, pack)}"
 
+    def shard_folders(self, spec: ArraySpec, pack: int) -> list[str]:
+        """Return the folders whose names and files lead to a shard from the array's own, the innermost first."""
+        path, top = self.shard_path(spec, pack), f"{self.path}/{spec.name}"
+        folders = []
+        while (path := os.path.dirname(path)) != top:
+            folders.append(path)
+        return folders
+
     def metadata(self, spec: ArraySpec, valid_rows: list[tuple[int, int]]) -> bytes:
         """Return an array's ``zarr.json``; it ends with the last of ``valid_rows``, each ``(start, count)``."""
         return array_metadata(
@@ -70,16 +78,30 @@ def is_stream_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def lock_folder(path: str) -> int:
+def lock_folder(path: str, *, create: bool = True) -> int:
     """Take the lock of a stream's folder; return the descriptor that holds it until it is closed.
 
+    Args:
+        path: the folder.
+        create: make the file where it is missing. Of a stream that is there it says whether the writer lives, so a new
+            one would say nothing.
+
     Raises:
+        IntegrityError: the file is missing and not to be made.
         LockedError: its writer, or a recovery, lives.
         SpoolError: the lock file cannot be opened.
     """
     file = f"{path}/lock"
     try:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+    except FileNotFoundError as error:
+        if create or not os.path.isdir(path):
+            raise map_os_error(error, what="open", path=file) from error
+        raise IntegrityError(
+            f"{file} is missing: nobody can tell whether the stream's writer lives, and sealing under a live one loses "
+            "what it writes; if you are sure that no process writes it, make an empty file of that name and try again",
+            path=file,
+        ) from error
     except OSError as error:
         raise map_os_error(error, what="open", path=file) from error
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,10 +41,8 @@ class Ticket:
 
     def wake(self) -> None:
         """Let the waiting thread look: its ticket is served, or it is its turn."""
-        try:
+        with suppress(RuntimeError):  # woken already
             self._wake.release()
-        except RuntimeError:  # woken already
-            pass
 
     def wait(self) -> None:
         """Return when woken, or after `PATIENCE_S`."""
@@ -57,7 +55,8 @@ class Group(Generic[T]):
     Args:
         snapshot: called by a leader under `mutex`: what is published now.
         write: called by the leader, without `mutex`, with the tickets and the snapshot. What it raises fails them.
-        served: called where ``write`` was left by an exception: which of its tickets are written all the same.
+        broke_off: called, still in the leader's turn, where ``write`` was left by an exception: returns which of the
+            tickets are written all the same.
 
     Attributes:
         mutex: protects the queue and whatever is published together with a ticket; held briefly.
@@ -67,13 +66,13 @@ class Group(Generic[T]):
         self,
         snapshot: Callable[[], T],
         write: Callable[[list[Ticket], T], None],
-        served: Callable[[list[Ticket]], list[Ticket]],
+        broke_off: Callable[[list[Ticket], BaseException], list[Ticket]],
     ) -> None:
         self.mutex = threading.Lock()
         self._turn = threading.Lock()
         self._snapshot = snapshot
         self._write = write
-        self._served = served
+        self._broke_off = broke_off
         self._queue: list[Ticket] = []
         self._batch: list[Ticket] = []
 
@@ -149,7 +148,7 @@ class Group(Generic[T]):
             self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        served = set() if error is None else set(map(id, self._served(self._batch)))
+        served = set() if error is None else set(map(id, self._broke_off(self._batch, error)))
         for ticket in self._batch:
             if error is not None and id(ticket) not in served:
                 ticket.error = ticket.error or error

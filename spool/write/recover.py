@@ -6,6 +6,7 @@ each pack count; they may be in a later log than their pack's, so all logs are r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from spool.errors import LockedError, NotFoundError, SpoolError
+from spool.errors import IntegrityError, LockedError, NotFoundError, SpoolError
 from spool.formats import records
 from spool.formats.frames import decode_event
 from spool.formats.shard import parse_rows
@@ -84,7 +85,7 @@ def _recover(root: str, name: str, *, dry_run: bool) -> Recovered | None:
         return None
     path = f"{root}/streams/{name}"
     try:
-        lock = lock_folder(path)
+        lock = lock_folder(path, create=half_made)
     except (LockedError, NotFoundError):  # alive, or renamed or removed just now
         return None
     except SpoolError as error:
@@ -105,7 +106,7 @@ def _recover(root: str, name: str, *, dry_run: bool) -> Recovered | None:
 
 def _recover_stream(root: str, name: str, *, dry_run: bool) -> Recovered:
     folder, group = open_folder(root, name)
-    logs = {pack: read_log(log_path(folder.path, pack)) for pack in _packs(folder, ".log")}
+    logs = {pack: _read_records(folder, pack) for pack in _packs(folder, ".log")}
     ends = count_rows(folder, (payload for contents in logs.values() for payload in contents.payloads))
     rows = {pack: {spec.name: ends.get((spec.name, pack), 0) for spec in folder.schema.arrays} for pack in logs}
     shortfalls = tuple(_shortfalls(folder, rows))
@@ -126,6 +127,19 @@ def _recover_stream(root: str, name: str, *, dry_run: bool) -> Recovered:
         shortfalls=shortfalls,
         rebuilt=rebuilt,
     )
+
+
+def _read_records(folder: Folder, pack: int) -> LogContents:
+    """Return a log's contents; where sealing broke off at its very end, of the Arrow file that was made of it.
+
+    A log that a power cut brought back may lack what is in there: it was not durable itself.
+    """
+    contents = read_log(log_path(folder.path, pack))
+    with contextlib.suppress(NotFoundError, IntegrityError):
+        sealed = records.decode(read_file(f"{folder.path}/records/{pack}.arrow"))
+        if len(sealed) >= len(contents.payloads):
+            return LogContents(list(sealed), 0, 0)
+    return contents
 
 
 def count_rows(folder: Folder, payloads: Iterable[bytes]) -> Ends:

@@ -8,16 +8,13 @@ they are, and a shard file grows the way it does when it is appended to.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from msgspec import Struct
 
-from spool.errors import IntegrityError, SpoolError
+from spool.errors import SpoolError
 from spool.formats import records
 from spool.formats.shard import padded_bytes, parse_rows, shard_index
 from spool.model.fields import ArraySpec
@@ -35,10 +32,9 @@ from spool.stores.local import (
     write_atomic,
 )
 from spool.write.folder import Folder, unlink_quietly
-from spool.write.log import LogContents, log_path, read_log
-from spool.write.tape import open_shard
-
-log = logging.getLogger("spool.write")
+from spool.write.log import LogContents, log_path
+from spool.write.replace import Replacements
+from spool.write.tape import find_tails, open_shard
 
 
 class Shortfall(Struct, frozen=True):
@@ -55,22 +51,6 @@ class Shortfall(Struct, frozen=True):
     pack: int
     expected_bytes: int
     got_bytes: int
-
-
-class Finished(NamedTuple):
-    """A pack that takes no more rows.
-
-    Attributes:
-        number: of the pack.
-        rows: rows that count, by array.
-        log_end: bytes of its log.
-        taken_bytes: room that was taken for it.
-    """
-
-    number: int
-    rows: Mapping[str, int]
-    log_end: int
-    taken_bytes: int
 
 
 class Payload(NamedTuple):
@@ -92,7 +72,7 @@ class Payload(NamedTuple):
 def find_payload(folder: Folder, spec: ArraySpec, pack: int) -> Payload:
     """Return where the rows of a shard are: of several tails the one that begins last, at the file's end or before."""
     size = _size(folder.shard_path(spec, pack))
-    starts = [start for start, _ in _tails(folder, spec, pack) if start <= size]
+    starts = [start for start, _ in find_tails(f"{folder.path}/{spec.name}", pack) if start <= size]
     if not starts:
         return Payload(size, size, size, "")
     path = f"{folder.path}/{spec.name}/{tail_name(pack, max(starts))}"
@@ -115,30 +95,51 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
     Raises:
         SpoolError: something failed; the pack is not sealed, and nothing is lost.
     """
-    with _mapped(folder.path):
-        n_bytes = 0
+    with mapped(folder.path):
+        n_bytes, documents = _complete_shards(folder, pack, rows, direct=direct), Replacements()
+        with documents:
+            for spec in folder.schema.arrays:
+                _describe(folder, spec, pack, rows.get(spec.name, 0), documents)
+            if contents.payloads or any(rows.values()):
+                table = records.encode(contents.payloads)
+                documents.add(f"{folder.path}/records/{pack}.arrow", table)  # the last one, so the last to be seen
+                n_bytes += len(table)
+            documents.sync()
+            documents.publish()
         for spec in folder.schema.arrays:
-            n = rows.get(spec.name, 0)
-            n_bytes += _seal_shard(folder, spec, pack, n, direct=direct) if n else 0
-            if n == 0:
-                _remove_shard(folder, spec, pack)
-        for spec in folder.schema.arrays:
-            _describe(folder, spec, pack, rows.get(spec.name, 0))
-        for spec in folder.schema.arrays:
-            for _, path in _tails(folder, spec, pack):
-                os.unlink(path)
-            _remove_spares(folder, spec, pack)
-        if contents.payloads or any(rows.values()):
-            table = records.encode(contents.payloads)
-            write_atomic(f"{folder.path}/records/{pack}.arrow", table)
-            n_bytes += len(table)
+            _remove_tails(folder, spec, pack)
         os.unlink(log_path(folder.path, pack))
         sync_dir(f"{folder.path}/records")
         return n_bytes
 
 
-def _seal_shard(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> int:
-    """Complete a shard file: rows, padding, index. Returns its size."""
+def _complete_shards(folder: Folder, pack: int, rows: Mapping[str, int], *, direct: bool) -> int:
+    """Complete the shards and make them durable, all together: the file system's journal is written once for many."""
+    n_bytes, folders = 0, []
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for spec in folder.schema.arrays:
+            n = rows.get(spec.name, 0)
+            if n == 0:
+                _remove_shard(folder, spec, pack)
+                continue
+            path = folder.shard_path(spec, pack)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd, is_direct = open_shard(path, folder.root, direct=direct)
+            stack.callback(os.close, fd)
+            n_bytes += _complete_shard(fd, folder, spec, pack, n, direct=is_direct)
+            fds.append(fd)
+            folders += folder.shard_folders(spec, pack)
+        for fd in fds:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in folders:
+        sync_dir(path)
+    return n_bytes
+
+
+def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> int:
+    """Write what a shard file lacks: rows, padding, index. Returns its size."""
     payload, rows_end = find_payload(folder, spec, pack), n_rows * spec.row_bytes
     index, index_start = b"", payload.end
     if payload.end >= rows_end:
@@ -151,27 +152,16 @@ def _seal_shard(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, dire
     base = min(payload.size, payload.tail_start, rows_end) // BLOCK * BLOCK
     cut = final // BLOCK * BLOCK
     buffer = aligned_buffer(-(-(final - base) // BLOCK) * BLOCK)
-    path = folder.shard_path(spec, pack)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    fd, direct = open_shard(path, folder.root, direct=direct)
-    try:
-        _load(fd, payload, base, min(rows_end, payload.end), buffer, direct=direct)
-        buffer[index_start - base : final - base] = index
-        if cut < rows_end:  # readers find the rest there until it is in the shard file
-            write_atomic(
-                f"{folder.path}/{spec.name}/{tail_name(pack, cut)}", buffer[cut - base : final - base], sync=False
-            )
-        pwrite_all(fd, buffer[: cut - base], base, direct=direct)
-        if direct:
-            set_direct(fd, on=False)
-        if payload.size > final:
-            os.ftruncate(fd, final)
-        pwrite_all(fd, buffer[cut - base : final - base], cut)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-    sync_dir(os.path.dirname(path))
+    _load(fd, payload, base, min(rows_end, payload.end), buffer, direct=direct)
+    buffer[index_start - base : final - base] = index
+    if cut < rows_end:  # readers find the rest there until it is in the shard file
+        write_atomic(f"{folder.path}/{spec.name}/{tail_name(pack, cut)}", buffer[cut - base : final - base], sync=False)
+    pwrite_all(fd, buffer[: cut - base], base, direct=direct)
+    if direct:
+        set_direct(fd, on=False)
+    if payload.size > final:
+        os.ftruncate(fd, final)
+    pwrite_all(fd, buffer[cut - base : final - base], cut)
     return final
 
 
@@ -187,7 +177,7 @@ def _load(fd: int, payload: Payload, base: int, stop: int, buffer: memoryview, *
             file.readinto(buffer[payload.tail_start - base : stop - base])
 
 
-def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int) -> None:
+def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, documents: Replacements) -> None:
     """Say in an array's ``zarr.json`` which rows of a pack are valid."""
     path, start = f"{folder.path}/{spec.name}/zarr.json", pack * folder.layout.shard_rows[spec.name]
     complete = n_rows and find_payload(folder, spec, pack).size > n_rows * spec.row_bytes
@@ -197,7 +187,7 @@ def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int) -> None:
         valid[start] = n_rows
     after = sorted(valid.items())
     if after != before:
-        write_atomic(path, folder.metadata(spec, after))
+        documents.add(path, folder.metadata(spec, after))
 
 
 def _remove_shard(folder: Folder, spec: ArraySpec, pack: int) -> None:
@@ -210,17 +200,12 @@ def _remove_shard(folder: Folder, spec: ArraySpec, pack: int) -> None:
             os.rmdir(path)
 
 
-def _tails(folder: Folder, spec: ArraySpec, pack: int) -> list[tuple[int, str]]:
-    path = f"{folder.path}/{spec.name}"
-    found = ((parse_tail(name), name) for name in os.listdir(path))
-    return [(tail[1], f"{path}/{name}") for tail, name in found if tail and tail[0] == pack]
-
-
-def _remove_spares(folder: Folder, spec: ArraySpec, pack: int) -> None:
-    """Remove what a writer that was killed kept to make tails of."""
+def _remove_tails(folder: Folder, spec: ArraySpec, pack: int) -> None:
+    """Remove the tails of a complete shard, and what a writer that was killed kept to make tails of."""
     path = f"{folder.path}/{spec.name}"
     for name in os.listdir(path):
-        if name.startswith(spare_prefix(pack)):
+        tail = parse_tail(name)
+        if (tail and tail[0] == pack) or name.startswith(spare_prefix(pack)):
             os.unlink(f"{path}/{name}")
 
 
@@ -232,72 +217,11 @@ def _size(path: str) -> int:
 
 
 @contextlib.contextmanager
-def _mapped(path: str) -> Iterator[None]:
+def mapped(path: str) -> Iterator[None]:
+    """Turn what the operating system raises while a pack is sealed into Spool's errors."""
     try:
         yield
     except SpoolError:
         raise
     except OSError as error:
         raise map_os_error(error, what="seal a pack of", path=path) from error
-
-
-class Sealer:
-    """Seals the packs of one stream in their order, in a thread that lives while there are some.
-
-    The thread is not a daemon: the interpreter waits for it.
-
-    Args:
-        folder: the stream.
-        direct: write past the page cache where the file system allows it.
-        settle: told of each sealed pack the room that was taken for it, and the bytes of its files.
-    """
-
-    def __init__(self, folder: Folder, *, direct: bool, settle: Callable[[int, int], None]) -> None:
-        self._folder = folder
-        self._direct = direct
-        self._settle = settle
-        self._queue: deque[Finished] = deque()
-        self._working = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def add(self, pack: Finished, *, background: bool) -> None:
-        """Queue a pack; with ``background``, have it sealed soon."""
-        self._queue.append(pack)
-        alone = len(self._queue) == 1  # otherwise a thread that is sealing will see it, unless it has failed
-        if background and (alone or self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._run, name=f"spool-seal-{self._folder.name}")
-            with contextlib.suppress(RuntimeError):  # no thread to be had, or the interpreter ends: `drain` will do it
-                self._thread.start()
-
-    def drain(self) -> None:
-        """Seal all that is queued, in this thread.
-
-        Raises:
-            SpoolError: a pack could not be sealed; it stays queued, and so do those behind it.
-        """
-        with self._working:
-            while self._queue:
-                self._seal(self._queue[0])
-                self._queue.popleft()
-
-    def _run(self) -> None:
-        try:
-            self.drain()
-        except SpoolError as error:
-            log.warning("stream %s: a pack waits to be sealed: %s", self._folder.name, error)
-
-    def _seal(self, pack: Finished) -> None:
-        path = log_path(self._folder.path, pack.number)
-        with _mapped(path):
-            contents = read_log(path)
-            damaged = contents.torn_bytes or contents.damaged_bytes or os.stat(path).st_size != pack.log_end
-        if damaged:
-            raise IntegrityError(
-                f"the commit log {path} is not as it was written: {contents.torn_bytes} bytes torn, "
-                f"{contents.damaged_bytes} damaged; check the disk, then run `spool recover`",
-                path=path,
-                torn_bytes=contents.torn_bytes,
-                damaged_bytes=contents.damaged_bytes,
-            )
-        n_bytes = seal_pack(self._folder, pack.number, pack.rows, contents, direct=self._direct)
-        self._settle(pack.taken_bytes, n_bytes)

@@ -19,7 +19,11 @@ class Space(Protocol):
         ...
 
     def settle(self, stream: str, n_bytes: int) -> None:
-        """Take back ``n_bytes`` that were reserved for ``stream`` and turned out not to be needed."""
+        """Take back ``n_bytes`` that were reserved for ``stream`` and not needed; below 0 it took so much more."""
+        ...
+
+    def totals(self) -> tuple[int | None, int]:
+        """Return the limit, if there is one, and what all streams together have reserved."""
         ...
 
 
@@ -49,18 +53,25 @@ class Grants:
             if short > 0:
                 grant = -(-short // GRANT_BYTES) * GRANT_BYTES
                 if not self._space.reserve(self._stream, grant):
-                    raise CapacityError(
-                        f"the hot tier has no room for another {format_size(grant)}: this write needs "
-                        f"{format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; release "
-                        "segments, let the spiller catch up, or raise hot_bytes",
-                        stream=self._stream,
-                        need=n_bytes,
-                        grant=grant,
-                        reserved=self._reserved,
-                        used=self._used,
-                    )
+                    raise self._refused(n_bytes, grant)
                 self._reserved += grant
             self._used += n_bytes
+
+    def _refused(self, n_bytes: int, grant: int) -> CapacityError:
+        limit, taken = self._space.totals()
+        all_of = "" if limit is None else f" of {format_size(limit)}"
+        return CapacityError(
+            f"the hot tier has no room for another {format_size(grant)}: {format_size(taken)}{all_of} are taken, this "
+            f"write needs {format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; release "
+            "segments, let the spiller catch up, or raise hot_bytes",
+            stream=self._stream,
+            need=n_bytes,
+            grant=grant,
+            reserved=self._reserved,
+            used=self._used,
+            limit=limit,
+            taken=taken,
+        )
 
     def put_back(self, n_bytes: int) -> None:
         """Undo a `take`."""
@@ -72,10 +83,8 @@ class Grants:
         with self._lock:
             self._reserved -= taken
             self._used -= taken
-        if taken > on_disk:
-            self._space.settle(self._stream, taken - on_disk)
-        elif on_disk > taken:
-            self._space.reserve(self._stream, on_disk - taken)  # it is on disk, granted or not
+        if taken != on_disk:
+            self._space.settle(self._stream, taken - on_disk)  # it is on disk, granted or not
 
     def close(self) -> None:
         """Give back what was never used."""

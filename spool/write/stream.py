@@ -25,7 +25,7 @@ from spool.write.group import Ticket
 from spool.write.mover import Mover
 from spool.write.pack import Pack
 from spool.write.ring import Fill, make_rings
-from spool.write.seal import Finished, Sealer
+from spool.write.sealer import Finished, Sealer
 from spool.write.space import Grants, Space
 from spool.write.tape import Tape
 

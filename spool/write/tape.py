@@ -24,10 +24,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
-from spool.stores.local import BLOCK, open_direct, pwrite_all, spare_prefix, sync_dir, tail_name
+from spool.stores.local import BLOCK, open_direct, parse_tail, pwrite_all, spare_prefix, sync_dir, tail_name
 from spool.write.folder import Folder, unlink_quietly
 from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
@@ -41,11 +42,22 @@ class _Tail(NamedTuple):
 class _Move:
     """Committed blocks on their way to the shard file, which they will make ``cut`` bytes long."""
 
-    def __init__(self, cut: int, tail: _Tail | None) -> None:
+    def __init__(self, cut: int, tail: _Tail | None, copy: Callable[[], None]) -> None:
         self.cut = cut
         self.tail = tail
-        self.done = threading.Event()
-        self.failed = False
+        self.done = self.failed = False
+        self._copy = copy
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Copy them, or wait until another thread has; whoever comes first does it, and again where it broke off."""
+        with self._lock:
+            if not self.done:
+                try:
+                    self._copy()
+                except Exception:  # noqa: BLE001 - `_land` tries again and says why
+                    self.failed = True
+                self.done = True
 
 
 class Tape:
@@ -122,7 +134,7 @@ class Tape:
         """
         new, half = stop - self._written, self._ring.n_bytes // 2
         long = new >= self._ring.flush_bytes // 2 or stop - self._size > half
-        if self._move is not None and (long or self._move.done.is_set()):
+        if self._move is not None and (long or self._move.done):
             self._land(self._move)
         if self._move is None and stop - self._size >= self._ring.flush_bytes:
             if long or self._mover is None or self._move_failed:
@@ -145,9 +157,10 @@ class Tape:
         if self._shard is not None:
             os.fdatasync(self._shard)
         if self._new_names:
-            sync_dir(self._array_path)
             if self._shard is not None:
-                sync_dir(os.path.dirname(self._folder.shard_path(self._spec, self._pack)))
+                for folder in self._folder.shard_folders(self._spec, self._pack):
+                    sync_dir(folder)
+            sync_dir(self._array_path)
             self._new_names = False
 
     def settle(self) -> None:
@@ -180,9 +193,13 @@ class Tape:
         self._written = min(self._written, end)
 
     def close(self) -> None:
-        """Close the files, behind a move that is on its way; what they hold stays."""
-        if self._move is not None:
-            self._move.done.wait()
+        """Close the files, behind a move that is on its way; what they hold stays, and no tail but the last one."""
+        with contextlib.suppress(OSError):  # sealing finds its way through what is left
+            if self._move is not None:
+                self._land(self._move)
+            for _, path in find_tails(self._array_path, self._pack):
+                if self._tail is None or path != self._tail.path:
+                    os.unlink(path)
         for spare in self._spares:
             unlink_quietly(spare.path)
         self.abandon()
@@ -237,31 +254,29 @@ class Tape:
         if cut - self._size < self._ring.flush_bytes - BLOCK:
             return
         shard, start = self._open_shard(), self._size
-        move = _Move(cut, self._new_tail(cut, self._written) if self._written > cut else None)
 
         def copy() -> None:
             try:
                 self._copy(shard, start, cut, 0, direct=self._direct)
             except OSError:
-                move.failed = True
-                with contextlib.suppress(OSError):  # `_land` tries again and says so
+                with contextlib.suppress(OSError):
                     os.ftruncate(shard, start)
-            finally:
-                move.done.set()
+                raise
 
-        mover.submit(copy)
-        self._move = move
+        # known before it is handed over: where that is broken off, `_land` does the work
+        self._move = _Move(cut, self._new_tail(cut, self._written) if self._written > cut else None, copy)
+        mover.submit(self._move.run)
 
     def _land(self, move: _Move) -> None:
         """Wait for a move and let go of the old tail; or of the next one, where the shard file could not be written."""
-        move.done.wait()
-        self._move, self._move_failed = None, move.failed
+        move.run()
         if move.failed:
             os.ftruncate(self._open_shard(), self._size)
             stale = move.tail
         else:
             stale, self._tail = self._tail, move.tail
             self._size = self._settled_size = move.cut
+        self._move, self._move_failed = None, move.failed
         if stale is not None:
             self._retire(stale)
 
@@ -286,7 +301,6 @@ class Tape:
         path = f"{self._array_path}/{tail_name(self._pack, size)}"
         spare = self._spares.pop() if self._spares else self._make_spare()
         try:
-            os.ftruncate(spare.fd, 0)
             self._copy(spare.fd, size, stop, size)
             os.rename(spare.path, path)
         except BaseException:
@@ -302,13 +316,15 @@ class Tape:
         return _Tail(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), path)
 
     def _retire(self, tail: _Tail) -> None:
-        """Take a tail out of readers' sight and keep its file for the next."""
+        """Take a tail out of readers' sight and keep its file, emptied, for the next."""
         self._n_spares += 1
         path = f"{self._array_path}/{spare_prefix(self._pack)}{self._n_spares}"
         try:
             os.rename(tail.path, path)
+            os.ftruncate(tail.fd, 0)
         except OSError:  # what is committed stays committed; a tail too many does no harm
             os.close(tail.fd)
+            unlink_quietly(path)
             return
         self._spares.append(_Tail(tail.fd, path))
 
@@ -325,6 +341,12 @@ class Tape:
             self._shard, self._direct = open_shard(path, self._folder.root, direct=self._direct)
             self._new_names = True
         return self._shard
+
+
+def find_tails(array_path: str, pack: int) -> list[tuple[int, str]]:
+    """Return ``(first byte, path)`` of the tails of a pack that are in an array's folder."""
+    found = ((parse_tail(name), name) for name in os.listdir(array_path))
+    return [(tail[1], f"{array_path}/{name}") for tail, name in found if tail and tail[0] == pack]
 
 
 def open_shard(path: str, root: str, *, direct: bool) -> tuple[int, bool]:

@@ -61,7 +61,7 @@ def slices(root: str, *, runs: int) -> Iterator[Row]:
             {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}, "recheck_cached_data": False}, read=True
         ).result()
         starts = cycle(np.random.default_rng(0).integers(0, LONG_ROWS - 1 - SLICE_ROWS, 64).tolist())
-        n = 16
+        n = 64
 
         def ours() -> None:
             for _ in range(n):

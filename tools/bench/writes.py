@@ -52,17 +52,22 @@ def against_tq(root: str, tq: TransferQueue, *, runs: int) -> Iterator[Row]:
     with spool.open(os.path.join(root, "tq")) as sp:
         step = make_step(TOKENS, 0)
         keys: list[str] = []
+        session = sp.session("one", experts=SHAPE)
         ours, theirs, ratio = pairs(
-            lambda: append(sp, step), lambda: keys.append(tq.put(step)), runs=4 * runs, warmup=2
+            lambda: append(sp, step, session), lambda: keys.append(tq.put(step)), runs=4 * runs, warmup=2
         )
         tq.clear(keys)
         yield Row("append_vs_tq_put", mean_text(ours, 1, "step"), f"kv_put {mean_text(theirs, 1, 'step')}", ratio, 5)
 
         n_batch = 64
         batch = {name: np.stack([array] * n_batch) for name, array in step.items()}
+        sessions = [sp.session(f"of-64-{i}", experts=SHAPE) for i in range(n_batch)]
         keys.clear()
         ours, theirs, ratio = pairs(
-            lambda: [append(sp, {name: array[i] for name, array in batch.items()}) for i in range(n_batch)],
+            lambda: [
+                append(sp, {name: array[i] for name, array in batch.items()}, session)
+                for i, session in enumerate(sessions)
+            ],
             lambda: keys.extend(tq.put_batch(batch)),
             runs=runs,
         )

@@ -1,0 +1,58 @@
+"""Waiting for room: whatever commits is tried again until there is some, for ``append_timeout_s``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from spool.errors import CapacityError
+
+T = TypeVar("T")
+
+FIRST_WAIT_S = 0.005
+LONGEST_WAIT_S = 0.25
+
+
+def with_room(timeout_s: float, call: Callable[[], T]) -> T:
+    """Return ``call()``; where it finds no room, try again until ``timeout_s`` are over.
+
+    Args:
+        timeout_s: how long to wait.
+        call: leaves all as it was where it raises CapacityError, and holds no lock between two tries.
+
+    Raises:
+        CapacityError: there was no room in all that time.
+    """
+    room = _Patience(timeout_s)
+    while True:
+        try:
+            return call()
+        except CapacityError:
+            time.sleep(room.next_wait_s())
+
+
+async def with_room_async(timeout_s: float, call: Callable[[], Awaitable[T]]) -> T:
+    """`with_room`, sleeping on the event loop."""
+    room = _Patience(timeout_s)
+    while True:
+        try:
+            return await call()
+        except CapacityError:
+            await asyncio.sleep(room.next_wait_s())
+
+
+class _Patience:
+    """Growing waits up to a deadline; called where a CapacityError is being handled, which it lets go on then."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until = time.monotonic() + timeout_s
+        self._wait_s = FIRST_WAIT_S
+
+    def next_wait_s(self) -> float:
+        wait_s = self._wait_s
+        if time.monotonic() + wait_s > self._until:
+            raise  # noqa: PLE0704  (re-raises the CapacityError that the caller handles)
+        self._wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        return wait_s
