@@ -31,10 +31,11 @@ from spool.read.reader import ByteRange
 from spool.read.sample import Sample
 from spool.read.select import Tokens
 from spool.readers import Readers
+from spool.record import SuspendToken
 from spool.recorder import Recorder
 from spool.rollout.views import View, segments
 from spool.root import FORMAT, make_identity, read_identity
-from spool.session import Session, SuspendToken
+from spool.session import Session
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")

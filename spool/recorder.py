@@ -18,9 +18,10 @@ from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import Schema
 from spool.model.refs import SegmentRef
+from spool.record import Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
-from spool.session import Recorded, Session, SuspendToken
+from spool.session import Session
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
 

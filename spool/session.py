@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
-from msgspec import Struct
 
-from spool.errors import InputError, LockedError, SessionStateError, SpoolError, StepConflictError
+from spool.errors import InputError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_ragged, content_key, json_facts, take
 from spool.model.events import (
-    Event,
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
@@ -30,89 +26,19 @@ from spool.model.events import (
     ToolsStored,
     Transaction,
 )
-from spool.model.fields import Schema
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
-from spool.rollout.messages import MessageTail, extend
+from spool.record import Host, Record, SuspendToken, check_same
+from spool.rollout.messages import extend
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, segments
 from spool.transaction import Held, TransactionBlock, held_by_task
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
-    from spool.write.stream import StreamWriter
+    pass
 
 T = TypeVar("T")
-
-FIXED = ("group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt", "prefer", "trim")
-"""What a session keeps from its opening, besides its fields."""
-
-
-class SuspendToken(Struct, frozen=True, forbid_unknown_fields=True):
-    """What `Session.suspend` returns, as JSON."""
-
-    spool: str
-    session: str
-    n_steps: int
-    n_openings: int
-
-
-class Recorded(NamedTuple):
-    """What is recorded of a session.
-
-    Attributes:
-        state: folded from its events.
-        tails: of the messages of its steps, by index.
-        n_openings: how often it was opened or resumed.
-        n_foreign: how often by streams that are not this process's.
-    """
-
-    state: SessionState
-    tails: dict[int, MessageTail]
-    n_openings: int
-    n_foreign: int
-
-
-class Host(Protocol):
-    """What a session needs of the process that records it.
-
-    Attributes:
-        spool_id: identity of the spool.
-        roots: where the spool is; hints in references.
-        append_timeout_s: how long an append waits for room.
-        known_tools: (stream, key) of the tool schemas that this process stored.
-    """
-
-    spool_id: str
-    roots: tuple[str, ...]
-    append_timeout_s: float
-    known_tools: set[tuple[str, str]]
-
-    def kept(self, opened: SessionOpened) -> Schema:
-        """Return the schema of what is stored of the session's fields."""
-
-    def writer(self, schema: Schema) -> StreamWriter:
-        """Return this process's stream of ``schema``."""
-
-    def executor(self) -> Executor:
-        """Return the threads of the async twins."""
-
-    def load(self, session_id: str, token: SuspendToken | None, *, own: bool) -> Recorded | None:
-        """Return what is recorded of a session that may go on here, or None where nothing is.
-
-        With ``own``, it is recorded here, and this process's streams are read too.
-        """
-
-    def check_alone(self, session_id: str, n_foreign: int) -> None:
-        """Check that no other process opened the session but for ``n_foreign`` times."""
-
-    def forget(self, session_id: str) -> None:
-        """The session will not append any more."""
-
-    def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
-        """Return the references with the payload of ``fields`` inside."""
 
 
 class Session:
@@ -126,19 +52,9 @@ class Session:
     ) -> None:
         self.session_id = opened.session_id
         self._host = host
-        self._opened = opened
-        self._schema = host.kept(opened)
-        self._token = token
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._loaded: SessionState | None = None
-        self._tails: dict[int, MessageTail] = {}
-        self._in_stream: str | None = None
+        self._record = Record(host, opened, token, fresh=fresh)
         self._suspended = False
         self._blocks: weakref.WeakSet[Held] = weakref.WeakSet()
-        self._doubtful = False
-        self._fresh = fresh  # nobody else can know this id
-        self._n_openings = self._n_foreign = 0
         self._used_at = time.monotonic()
 
     def __repr__(self) -> str:
@@ -216,13 +132,13 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._host.executor(), lambda: context.run(call))
 
     def _append(self, step: StepInput) -> StepRef:
-        with self._owned():
+        with self._record.owned():
             state, held = self._open_state(), self._held()
             self._used_at = time.monotonic()
             name = state.next_index if step.step_id is None else repr(step.step_id)
             what = f"step {name} of session {self.session_id!r}"
             self._check_declared(step, what)
-            intake = take(self._schema, step, prefer=self._opened.prefer, what=what)
+            intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
             signature = b"" if step.step_id is None else intake.signature(step.finish_reason)
             known = None if step.step_id is None else state.find(step.step_id, held)
             if known is not None:
@@ -241,10 +157,10 @@ class Session:
                 step_id=step.step_id,
                 transaction=held,
             )
-            tail = extend(None if plan.parent is None else self._tails.get(plan.parent), intake.messages)
+            tail = extend(None if plan.parent is None else self._record.tails.get(plan.parent), intake.messages)
             draft = StepDraft(
                 session_id=self.session_id,
-                schema=self._schema,
+                schema=self._record.schema,
                 plan=plan,
                 intake=intake,
                 finish_reason=step.finish_reason,
@@ -254,11 +170,11 @@ class Session:
             )
             with self._recording():
                 index = self._store(state, draft, held, what)
-                self._tails[index] = tail
+                self._record.tails[index] = tail
             return state.ref(index)
 
     def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> int:
-        writer = self._ready_writer()
+        writer = self._record.writer()
         rows = {}
         for field, ranges in draft.plan.store.items():
             source = draft.intake.sources[field]
@@ -287,7 +203,7 @@ class Session:
         return None if (stream, key) in self._host.known_tools else ToolsStored(key, intake.tools)
 
     def _check_declared(self, step: StepInput, what: str) -> None:
-        declared = {spec.name for spec in self._opened.fields}
+        declared = {spec.name for spec in self._record.opened.fields}
         if step.routed_experts is not None and "routed_experts" not in declared:
             raise InputError(f"{what} brings routed_experts, but its session has no shape: pass experts= to session()")
         for name in step.fields or ():
@@ -303,14 +219,14 @@ class Session:
     @property
     def steps(self) -> list[StepRef]:
         """References of all steps that are visible here, in the order of append."""
-        with self._owned():
-            state = self._state()
+        with self._record.owned():
+            state = self._record.state()
             return [state.ref(index) for index in state.visible(self._held())]
 
     def view(self, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of the steps so far; see `finalize` for the options."""
-        with self._owned():
-            return segments(self._state(), view, **options)
+        with self._record.owned():
+            return segments(self._record.state(), view, **options)
 
     def finalize(
         self, view: View = "lineage", outcome: Outcome = "completed", inline: Sequence[str] = (), **options: Any
@@ -340,8 +256,8 @@ class Session:
         self, view: View, outcome: Outcome, inline: Sequence[str], options: dict[str, Any]
     ) -> list[SegmentRef]:
         check_outcome(outcome)
-        with self._owned():
-            state = self._state()
+        with self._record.owned():
+            state = self._record.state()
             final = state.finalized
             if final is None:
                 self._open_state()
@@ -349,7 +265,7 @@ class Session:
                 made = segments(state, view, outcome=outcome, **options)
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():
-                    self._commit(final)
+                    self._record.commit(final)
                     state.finalize(final)
                 self._host.forget(self.session_id)
             elif (final.view, final.outcome, final.options) != (view, outcome, options):
@@ -376,37 +292,41 @@ class Session:
         await self._with_room_async(lambda: self._discard(step))
 
     def _discard(self, step: str | int | StepRef) -> None:
-        with self._owned():
+        with self._record.owned():
             state, held = self._open_state(), self._held()
             index = state.resolve(step.index if isinstance(step, StepRef) else step, held)
             state.check_discard(index, held)
             event = StepDiscarded(self.session_id, index, time.time())
             with self._recording():
                 if held is None:
-                    self._commit(event)
+                    self._record.commit(event)
                 else:
                     held.events.append(event)
                 state.discard(event, held)
 
     def abandon(self) -> None:
         """Withdraw the whole session; what `Spool.discard` does with a live one. It does not wait for room."""
-        with self._owned():
-            event, state = SessionDiscarded(self.session_id, time.time()), self._state()
+        with self._record.owned():
+            event, state = SessionDiscarded(self.session_id, time.time()), self._record.state()
             with self._recording():
-                self._commit(event)
+                self._record.commit(event)
                 state.abandon(event)
             self._host.forget(self.session_id)
 
     def expire(self) -> None:
         """End the session as ``timeout`` if nothing was appended for longer than its ``idle_s``."""
-        idle_s = self._opened.idle_s
-        if idle_s is None or time.monotonic() - self._used_at < idle_s or not self._lock.acquire(blocking=False):
+        idle_s = self._record.opened.idle_s
+        if (
+            idle_s is None
+            or time.monotonic() - self._used_at < idle_s
+            or not self._record.owned().acquire(blocking=False)
+        ):
             return
         try:
-            if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._state().ended:
+            if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._record.state().ended:
                 self._finalize("lineage", "timeout", (), {})
         finally:
-            self._lock.release()
+            self._record.owned().release()
 
     def suspend(self) -> str:
         """Stop appending here and return a small JSON token; `Spool.resume` goes on with it in any process.
@@ -418,13 +338,13 @@ class Session:
         return self._with_room(self._suspend)
 
     def _suspend(self) -> str:
-        with self._owned():
+        with self._record.owned():
             state = self._open_state()
             self._check_no_transaction("suspended")
-            self._ready_writer()
+            self._record.writer()
             self._suspended = True
             self._host.forget(self.session_id)
-            token = SuspendToken(self._host.spool_id, self.session_id, len(state.visible()), self._n_openings)
+            token = SuspendToken(self._host.spool_id, self.session_id, len(state.visible()), self._record.n_openings)
             return msgspec.json.encode(token).decode()
 
     def transaction(self) -> TransactionBlock:
@@ -450,13 +370,13 @@ class Session:
             await self.finalize_async(outcome="failed")
 
     def _goes_on(self) -> bool:
-        return not self._suspended and not self._state().ended
+        return not self._suspended and not self._record.state().ended
 
     # -- transactions ------------------------------------------------------------------------------------------------
 
     def begin(self) -> Held:
         """Open a transaction for the calling task; used by `TransactionBlock`."""
-        with self._owned():
+        with self._record.owned():
             self._open_state()
             self._check_no_transaction("put into another transaction")
             held = Held()
@@ -480,25 +400,25 @@ class Session:
             raise
 
     def _end(self, held: Held, *, keep: bool) -> None:
-        with self._owned():
+        with self._record.owned():
             held.open = False
             if not keep:
                 self._drop(held)
                 return
-            state = self._state()
+            state = self._record.state()
             self._check_whole(state, held)
             with self._recording():
                 if held.events:
-                    self._commit(Transaction(tuple(held.events)))
+                    self._record.commit(Transaction(tuple(held.events)))
                 state.settle(held)
                 held.over = True
 
     def _drop(self, held: Held) -> None:
         """Take out of the state what a transaction holds that was not committed, where it is in there."""
-        with self._owned():
+        with self._record.owned():
             if not held.over and not held.spoiled:
                 held.over = True
-                self._state().rollback(held)
+                self._record.state().rollback(held)
 
     def _check_whole(self, state: SessionState, held: Held) -> None:
         """Refuse to commit a transaction that others have overtaken."""
@@ -525,7 +445,7 @@ class Session:
         except SpoolError:
             raise
         except BaseException:
-            self._loaded, self._in_stream, self._doubtful = None, None, True
+            self._record.doubt()
             for held in self._blocks:
                 held.spoiled = not held.over
             raise
@@ -536,36 +456,10 @@ class Session:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _owned(self) -> threading.RLock:
-        if self._pid != os.getpid():
-            raise SessionStateError(
-                f"session {self.session_id!r} is recorded by process {self._pid}, which this one was forked from; "
-                "suspend it there and resume it here, or open a new session",
-                session_id=self.session_id,
-            )
-        return self._lock
-
-    def _state(self) -> SessionState:
-        if self._loaded is None:
-            if self._doubtful:
-                # frames are written in their order, so behind this one lies all that the interrupted call handed over
-                self._opened = msgspec.structs.replace(self._opened, resumed=True, at=time.time())
-                self._ready_writer()
-            look = self._doubtful or not self._fresh
-            recorded = self._host.load(self.session_id, self._token, own=self._doubtful) if look else None
-            if recorded is None:
-                self._loaded = SessionState(self._host.spool_id, self._opened, self._host.roots)
-            else:
-                self._tails, self._n_openings, self._n_foreign = recorded[1:]
-                self._adopt(recorded.state.opened)
-                self._loaded = recorded.state
-            self._doubtful = False
-        return self._loaded
-
     @property
     def is_live(self) -> bool:
         """It was found to be this process's; not so where another process records it, or nothing was asked yet."""
-        return self._loaded is not None
+        return self._record.is_loaded
 
     def check_same(self, wanted: SessionOpened) -> None:
         """Refuse to be taken for a session that was to have other fields, rules or identity.
@@ -573,53 +467,11 @@ class Session:
         Raises:
             SessionStateError: names what differs; what ``wanted`` leaves at its default is not compared.
         """
-        _check_same(self._opened, wanted)
-
-    def _adopt(self, recorded: SessionOpened) -> None:
-        """Go on with a recorded session: its identity, rules and fields were fixed when it opened."""
-        _check_same(recorded, self._opened)
-        self._opened = msgspec.structs.replace(recorded, resumed=True, at=time.time())
-        self._schema = self._host.kept(self._opened)
+        check_same(self._record.opened, wanted)
 
     def _open_state(self) -> SessionState:
         if self._suspended:
             raise SessionStateError(f"session {self.session_id!r} was suspended here; resume it with its token")
-        state = self._state()
+        state = self._record.state()
         state.check_open()
         return state
-
-    def _ready_writer(self) -> StreamWriter:
-        writer = self._host.writer(self._schema)
-        if self._in_stream != writer.name:
-            writer.commit(encode_event(self._opened))
-            self._n_openings += 1
-            try:
-                if not self._fresh:
-                    self._host.check_alone(self.session_id, self._n_foreign)
-            except LockedError:
-                self._loaded = None
-                raise
-            self._in_stream = writer.name
-        return writer
-
-    def _commit(self, event: Event) -> None:
-        self._ready_writer().commit(encode_event(event))
-
-
-def _check_same(known: SessionOpened, wanted: SessionOpened) -> None:
-    plain = SessionOpened(session_id=wanted.session_id, at=wanted.at)
-    for name in FIXED:
-        asked, fixed = getattr(wanted, name), getattr(known, name)
-        if asked not in (getattr(plain, name), fixed):
-            raise SessionStateError(
-                f"session {known.session_id!r} was opened with {name}={fixed!r}, not {asked!r}; "
-                "use another session_id for another session",
-                session_id=known.session_id, name=name,
-            )  # fmt: skip
-    declared = {spec.name: spec for spec in known.fields}
-    for spec in wanted.fields:
-        if declared.get(spec.name) != spec:
-            raise SessionStateError(
-                f"session {known.session_id!r} was opened with {declared.get(spec.name, 'no such field')}, not {spec}",
-                session_id=known.session_id, field=spec.name,
-            )  # fmt: skip

@@ -14,8 +14,8 @@ from spool.catalog import SessionRow
 from spool.model.events import Event
 from spool.model.fields import Layout, Schema
 from spool.model.refs import SegmentRef, StepRef
+from spool.record import SuspendToken
 from spool.root import Identity
-from spool.session import SuspendToken
 
 FOLDER = Path(__file__).parents[1] / "schemas"
 

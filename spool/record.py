@@ -1,0 +1,223 @@
+"""A session's record as the process that writes it knows it: its state, its stream, and whose it is."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from spool.errors import LockedError, SessionStateError
+from spool.formats.frames import encode_event
+from spool.model.events import Event, SessionOpened
+from spool.model.fields import Schema
+from spool.model.refs import SegmentRef
+from spool.rollout.messages import MessageTail
+from spool.rollout.state import SessionState
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from spool.write.stream import StreamWriter
+
+FIXED = ("group_id", "sample_index", "rollout_step", "source", "prompt_id", "split", "attempt", "prefer", "trim")
+"""What a session keeps from its opening, besides its fields."""
+
+
+class SuspendToken(Struct, frozen=True, forbid_unknown_fields=True):
+    """What `Session.suspend` returns, as JSON."""
+
+    spool: str
+    session: str
+    n_steps: int
+    n_openings: int
+
+
+class Recorded(NamedTuple):
+    """What is recorded of a session.
+
+    Attributes:
+        state: folded from its events.
+        tails: of the messages of its steps, by index.
+        n_openings: how often it was opened or resumed.
+        n_foreign: how often by streams that are not this process's.
+    """
+
+    state: SessionState
+    tails: dict[int, MessageTail]
+    n_openings: int
+    n_foreign: int
+
+
+class Host(Protocol):
+    """What a session needs of the process that records it.
+
+    Attributes:
+        spool_id: identity of the spool.
+        roots: where the spool is; hints in references.
+        append_timeout_s: how long an append waits for room.
+        known_tools: (stream, key) of the tool schemas that this process stored.
+    """
+
+    spool_id: str
+    roots: tuple[str, ...]
+    append_timeout_s: float
+    known_tools: set[tuple[str, str]]
+
+    def kept(self, opened: SessionOpened) -> Schema:
+        """Return the schema of what is stored of the session's fields."""
+
+    def writer(self, schema: Schema) -> StreamWriter:
+        """Return this process's stream of ``schema``."""
+
+    def executor(self) -> Executor:
+        """Return the threads of the async twins."""
+
+    def load(self, session_id: str, token: SuspendToken | None, *, own: bool) -> Recorded | None:
+        """Return what is recorded of a session that may go on here, or None where nothing is.
+
+        With ``own``, it is recorded here, and this process's streams are read too.
+        """
+
+    def check_alone(self, session_id: str, n_foreign: int) -> None:
+        """Check that no other process opened the session but for ``n_foreign`` times."""
+
+    def forget(self, session_id: str) -> None:
+        """The session will not append any more."""
+
+    def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
+        """Return the references with the payload of ``fields`` inside."""
+
+
+class Record:
+    """The state of one session and where this process writes it; used under its lock.
+
+    Args:
+        host: the process that records it.
+        opened: how it was to be opened.
+        token: of its suspension, if it goes on from there.
+        fresh: the id was drawn here, so nobody else can know it.
+
+    Attributes:
+        opened: how it was opened.
+        schema: what is stored of its fields.
+        tails: the messages of its steps, by index.
+        n_openings: how often it was opened or resumed.
+    """
+
+    def __init__(self, host: Host, opened: SessionOpened, token: SuspendToken | None, *, fresh: bool) -> None:
+        self.opened = opened
+        self.schema = host.kept(opened)
+        self.tails: dict[int, MessageTail] = {}
+        self.n_openings = 0
+        self._host = host
+        self._token = token
+        self._fresh = fresh
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._loaded: SessionState | None = None
+        self._in_stream: str | None = None
+        self._doubtful = False
+        self._n_foreign = 0
+
+    @property
+    def is_loaded(self) -> bool:
+        """Its state is known here."""
+        return self._loaded is not None
+
+    def owned(self) -> threading.RLock:
+        """Return the session's lock.
+
+        Raises:
+            SessionStateError: this process was forked from the one that records it.
+        """
+        if self._pid != os.getpid():
+            raise SessionStateError(
+                f"session {self._id!r} is recorded by process {self._pid}, which this one was forked from; "
+                "suspend it there and resume it here, or open a new session",
+                session_id=self._id,
+            )
+        return self._lock
+
+    @property
+    def _id(self) -> str:
+        return self.opened.session_id
+
+    def state(self) -> SessionState:
+        """Return the session's state; what is recorded of it already is read when it is first asked for."""
+        if self._loaded is None:
+            if self._doubtful:
+                # Frames are written in their order, so behind this one lies all that the interrupted call handed over.
+                self.opened = msgspec.structs.replace(self.opened, resumed=True, at=time.time())
+                self.writer()
+            look = self._doubtful or not self._fresh
+            recorded = self._host.load(self._id, self._token, own=self._doubtful) if look else None
+            if recorded is None:
+                self._loaded = SessionState(self._host.spool_id, self.opened, self._host.roots)
+            else:
+                self.tails, self.n_openings, self._n_foreign = recorded[1:]
+                self._adopt(recorded.state.opened)
+                self._loaded = recorded.state
+            self._doubtful = False
+        return self._loaded
+
+    def _adopt(self, recorded: SessionOpened) -> None:
+        """Go on with a recorded session: its identity, rules and fields were fixed when it opened."""
+        check_same(recorded, self.opened)
+        self.opened = msgspec.structs.replace(recorded, resumed=True, at=time.time())
+        self.schema = self._host.kept(self.opened)
+
+    def doubt(self) -> None:
+        """Forget the state: a call was interrupted, and only the record knows what it did."""
+        self._loaded, self._in_stream, self._doubtful = None, None, True
+
+    def writer(self) -> StreamWriter:
+        """Return the stream to write to, in which the session is opened.
+
+        Raises:
+            LockedError: another process opened it at the same time.
+        """
+        writer = self._host.writer(self.schema)
+        if self._in_stream != writer.name:
+            writer.commit(encode_event(self.opened))
+            self.n_openings += 1
+            try:
+                if not self._fresh:
+                    self._host.check_alone(self._id, self._n_foreign)
+            except LockedError:
+                self._loaded = None
+                raise
+            self._in_stream = writer.name
+        return writer
+
+    def commit(self, event: Event) -> None:
+        """Commit an event that brings no payload."""
+        self.writer().commit(encode_event(event))
+
+
+def check_same(known: SessionOpened, wanted: SessionOpened) -> None:
+    """Refuse to take a session for one that was to be opened otherwise; defaults of ``wanted`` are not compared.
+
+    Raises:
+        SessionStateError: names what differs.
+    """
+    plain = SessionOpened(session_id=wanted.session_id, at=wanted.at)
+    for name in FIXED:
+        asked, fixed = getattr(wanted, name), getattr(known, name)
+        if asked not in (getattr(plain, name), fixed):
+            raise SessionStateError(
+                f"session {known.session_id!r} was opened with {name}={fixed!r}, not {asked!r}; "
+                "use another session_id for another session",
+                session_id=known.session_id, name=name,
+            )  # fmt: skip
+    declared = {spec.name: spec for spec in known.fields}
+    for spec in wanted.fields:
+        if declared.get(spec.name) != spec:
+            raise SessionStateError(
+                f"session {known.session_id!r} was opened with {declared.get(spec.name, 'no such field')}, not {spec}",
+                session_id=known.session_id, field=spec.name,
+            )  # fmt: skip
