@@ -29,6 +29,7 @@ from writing import (
     together,
 )
 
+import spool
 from spool.errors import IntegrityError
 from spool.formats import records
 from spool.formats.frames import decode_event, encode_event, frame, scan
@@ -431,3 +432,18 @@ def test_a_log_that_came_back_shorter_does_not_replace_the_records_made_of_it(tm
     (report,) = recover(str(tmp_path))
     assert report.n_events == 3 and report.torn_bytes == 0
     assert [decode_event(payload).tag for payload in records.decode(read_file(f"{base}/0.arrow"))] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_verify_names_a_shortened_log_once(tmp_path, deep):
+    with spool.open(f"{tmp_path}/spool") as sp:
+        for n in range(3):
+            sp.session("s").append(prompt_token_ids=[n], response_token_ids=[1], logprobs=[-1.0])
+        assert len(sp.steps("s")) == 3
+        shutil.copytree(f"{tmp_path}/spool", f"{tmp_path}/dead")
+    (log,) = (tmp_path / "dead" / "streams").glob("*/records/0.log")
+    with open(log, "r+b") as file:
+        file.truncate(os.path.getsize(log) - 150)
+    with spool.open(f"{tmp_path}/dead") as sp:
+        found = [finding for finding in sp.verify(deep=deep).findings if finding.field == "records"]
+        assert len(found) == 1, found

@@ -938,3 +938,33 @@ def test_a_refusal_says_how_much_is_taken_and_what_is_on_disk_is_charged_in_any_
     grants.settle(0, 1000)
     assert space.reserved == space.limit + 1000
     writer.close()
+
+
+def test_who_waits_for_a_thread_that_is_interrupted_does_not_hear_of_it(tmp_path, monkeypatch):
+    writer, real, started, gate, results = stream(tmp_path), os.pwrite, threading.Event(), threading.Event(), []
+    first = threading.current_thread()
+    put(writer, data(SCHEMA, 0, 5), index=0)
+
+    def pwrite(fd, *args):
+        if threading.current_thread() is first and not started.is_set():
+            started.set()
+            gate.wait(5)
+            raise KeyboardInterrupt
+        return real(fd, *args)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    arrays = data(SCHEMA, 7, 30)
+
+    def other():
+        started.wait(5)
+        threading.Timer(0.05, gate.set).start()
+        results.append(put(writer, arrays, index=7))
+
+    waiting = threading.Thread(target=other)
+    waiting.start()
+    with pytest.raises(KeyboardInterrupt):
+        put(writer, data(SCHEMA, 1, 30), index=1)
+    waiting.join(10)
+    check(tmp_path, writer, results[0], arrays)
+    assert [event.index for event in events(tmp_path, writer)][-1] == 7
+    writer.close()

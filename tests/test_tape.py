@@ -744,3 +744,38 @@ def test_a_tail_that_cannot_be_put_aside_does_no_harm(tmp_path, monkeypatch, cal
     tails = [name for name in os.listdir(tmp_path / "streams" / "s" / "x") if name.startswith("tail")]
     assert len(tails) <= 1
     bench.check()
+
+
+def test_an_interruption_anywhere_while_a_pack_is_opened_costs_only_that_append(tmp_path):
+    for file in ("write/stream.py", "write/pack.py", "write/log.py"):
+        n, done = 0, False
+        while not done:
+            n += 1
+            writer, arrays = stream(tmp_path), data(SCHEMA, n, 20)
+            with Interrupting(file, n) as interrupting, suppress(KeyboardInterrupt):
+                put(writer, arrays)
+            done = not interrupting.raised
+            runs = put(writer, arrays)
+            check(tmp_path, writer, runs, arrays)
+            writer.close()
+            check(tmp_path, writer, runs, arrays)
+            shutil.rmtree(tmp_path / "streams")
+        assert n > 3
+
+
+def test_a_mover_whose_start_was_interrupted_still_ends(monkeypatch):
+    mover, real, moved = Mover(), threading.Thread.start, threading.Event()
+
+    def start(thread):
+        real(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        mover.submit(moved.set)
+    monkeypatch.undo()
+    mover.submit(moved.set)
+    closing = threading.Thread(target=mover.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive() and moved.is_set()

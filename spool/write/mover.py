@@ -17,19 +17,19 @@ class Mover:
     def submit(self, job: Callable[[], None]) -> None:
         """Have ``job`` called soon, behind those before it; it must not raise."""
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name="spool-mover", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="spool-mover", daemon=True)
             try:
-                thread.start()
+                self._thread.start()
             except RuntimeError:  # no thread to be had, or the interpreter ends
+                self._thread = None
                 job()
                 return
-            self._thread = thread
         self._jobs.put(job)
 
     def close(self) -> None:
         """End the thread behind its last job."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             self._jobs.put(None)
             thread.join()
 

@@ -131,8 +131,9 @@ class StreamWriter:
 
         Args:
             rows: by array; arrays that are left out get none.
-            event: called once with the runs; returns the encoded event, or None where it is to be committed later
-                (then the rows stay until the stream is sealed, whatever comes of it).
+            event: called with the runs, and with others where the first were undone because the thread that wrote them
+                was interrupted; returns the encoded event, or None where it is to be committed later (then the rows
+                stay until the stream is sealed, whatever comes of it).
 
         Returns:
             The runs of each array in ``rows``; more than one where the append is larger than a pack.
@@ -143,7 +144,16 @@ class StreamWriter:
             StorageError: the disk failed.
             SessionStateError: the stream is closed, or belongs to another process.
         """
-        cost = self._payload_bytes(rows)
+        n_bytes = self._payload_bytes(rows)
+        while True:
+            runs, ticket, cost = self._publish(rows, event, n_bytes)
+            if ticket is None or self._finish(ticket, cost):
+                return runs
+
+    def _publish(
+        self, rows: Mapping[str, Rows], event: Callable[[Runs], bytes | None], cost: int
+    ) -> tuple[Runs, Ticket | None, int]:
+        """Fill rows and hand them over; return their runs, what to wait for, and the room that all takes."""
         with self._fill_lock:
             self._ready()
             self._grants.take(cost)
@@ -159,9 +169,7 @@ class StreamWriter:
                 raise
             if self._split:
                 self._finish_split(ticket)
-        if ticket is not None:
-            self._finish(ticket, cost)
-        return runs
+        return runs, ticket, cost
 
     def commit(self, payload: bytes) -> None:
         """Commit an encoded event.
@@ -169,17 +177,7 @@ class StreamWriter:
         Raises:
             CapacityError, StorageError, SessionStateError: as `append`; the event is not committed.
         """
-        data = frame(payload)
-        with self._fill_lock:
-            self._ready()
-            self._grants.take(len(data))
-            try:
-                ticket = self._committer.publish(data)
-            except BaseException:
-                self._grants.put_back(len(data))
-                raise
-        assert ticket is not None
-        self._finish(ticket, len(data))
+        self.append({}, lambda _: payload)
 
     def roll_if_aged(self) -> None:
         """Seal the open pack in the background if it is older than ``pack_age_s`` and not empty; for a timer.
@@ -314,14 +312,21 @@ class StreamWriter:
         if spoiled is not None:
             self._retire(spoiled, background=True)
 
-    def _finish(self, ticket: Ticket, cost: int) -> None:
-        """Wait for a ticket, without the fill lock; if it failed, help to undo and raise."""
+    def _finish(self, ticket: Ticket, cost: int) -> bool:
+        """Wait for a ticket, without the fill lock; if it failed, help to undo and raise.
+
+        Returns:
+            False where it is to be done again, since the thread that wrote was interrupted, which is its own affair.
+        """
         error = self._committer.wait(ticket)
-        if error is not None:
-            self._grants.put_back(cost)
-            with self._fill_lock:
-                self._repair()
-            raise self._committer.error(error) from error
+        if error is None:
+            return True
+        self._grants.put_back(cost)
+        with self._fill_lock:
+            self._repair()
+        if isinstance(error, InterruptedError) or not isinstance(error, Exception):
+            return False
+        raise self._committer.error(error) from error
 
     def _finish_split(self, ticket: Ticket | None) -> None:
         """Wait for a ticket with the fill lock, since whether the packs before the open one count hangs on it."""
@@ -336,17 +341,16 @@ class StreamWriter:
     def _open_pack(self) -> Pack:
         cost = self._overhead + len(LOG_HEADER)
         self._grants.take(cost)
+        number, self._next_pack = self._next_pack, self._next_pack + 1  # whatever an interruption leaves of a pack
         try:
-            pack = Pack(
-                self._folder, self._next_pack, self._rings, direct=self._direct, sync=self._sync, mover=self._mover
-            )
+            pack = Pack(self._folder, number, self._rings, direct=self._direct, sync=self._sync, mover=self._mover)
         except BaseException as error:
             self._grants.put_back(cost)
             if isinstance(error, OSError):
+                self._next_pack = number
                 raise self._committer.error(error) from error
             raise
         self._committer.pack = pack
-        self._next_pack += 1
         return pack
 
     def _roll_due(self) -> None:
