@@ -915,7 +915,7 @@ def test_an_append_that_is_interrupted_after_its_commit_is_known(open_spool, spo
     sp = open_spool()
     s = session(sp)
     kept.add(s, [1, 2], [3])
-    writer = sp._recorder.writer(s._schema)
+    writer = sp._recorder.writer(s._record.schema)
     real = type(writer).append
 
     def append(self, rows, event):

@@ -98,6 +98,8 @@ class Database:
                 yield self._connection(link)
                 return
             connection = self._connection(link)
+            if connection.in_transaction:  # a signal handler raised where the one before could not end it
+                connection.execute("ROLLBACK")
             connection.execute("BEGIN IMMEDIATE")
             link.owner = threading.get_ident()
             try:

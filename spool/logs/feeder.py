@@ -276,7 +276,8 @@ class LogFeeder:
         return True
 
     def _read_log(self, fd: int, name: str, pack: int, known: _Known) -> bool:
-        """Take in frames up to the end; return False where another process did first."""
+        """Take in the frames that are there by now; return False where another process did first."""
+        size = os.fstat(fd).st_size  # a writer may add to it faster than this reads
         state = known.states.get(pack, LogState())
         if state.sealed or state.offset < 0:
             return True
@@ -301,6 +302,9 @@ class LogFeeder:
             if not self._catalog.ingest(name, pack, start=state.offset, end=end, items=items):
                 return False
             state = known.states[pack] = LogState(end, state.n_events + len(items))
+            if end >= size:
+                self._problems.pop((name, pack), None)
+                return True
             window, offset = WINDOW_BYTES, end
 
     def _items(self, name: str, pack: int, frames: Scan, base: int, seq: int) -> Iterator[LogItem]:
