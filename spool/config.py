@@ -10,9 +10,12 @@ import msgspec
 from msgspec import Struct
 
 from spool.errors import ConfigError
-from spool.sizes import parse_size
+from spool.sizes import format_size, parse_size
 
 Durability = Literal["process", "disk"]
+
+LEAST_HOT_BYTES = 32 << 20
+"""Room is granted to streams in pieces of 16 MiB; less than two cannot hold one stream."""
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -87,7 +90,13 @@ def parse_uri(uri: str | None) -> Config:
         if name in options:
             raise ConfigError(f"option {name!r} stands twice in {text!r}", option=name)
         options[name] = _option(name, value)
-    return Config(root=os.path.abspath(path), **options)  # type: ignore[arg-type]
+    config = Config(root=os.path.abspath(path), **options)  # type: ignore[arg-type]
+    if config.hot_bytes is not None and config.hot_bytes < LEAST_HOT_BYTES:
+        raise ConfigError(
+            f"hot_bytes={config.hot_bytes} is less than a stream takes at once ({format_size(LEAST_HOT_BYTES)})",
+            option="hot_bytes",
+        )
+    return config
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -38,6 +38,8 @@ class Facts:
     def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
         """See `Spool.annotate`."""
         self._require(session_id)
+        if segment is not None and not isinstance(segment, SegmentRef):
+            raise InputError(f"segment must be a SegmentRef of the session, got {segment!r}")
         text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
         checked = message_format.decode_messages(b"[" + text + b"]")[0]
         reward = checked.get("reward")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -33,7 +33,7 @@ from spool.read.select import Tokens
 from spool.readers import Readers
 from spool.record import SuspendToken
 from spool.recorder import Recorder
-from spool.rollout.views import View, segments
+from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, make_identity, read_identity
 from spool.session import Session
 from spool.write.recover import Recovered, recover
@@ -97,7 +97,7 @@ class Spool:
         prompt_id: str | None = None,
         split: str | None = None,
         attempt: int = 0,
-        experts: MoEShape | None = None,
+        experts: MoEShape | str | None = None,
         fields: Sequence[FieldSpec] = (),
         prefer: Literal["first", "last"] = "first",
         trim: int = 0,
@@ -111,7 +111,7 @@ class Spool:
         Args:
             session_id: any text of 1 to 1,024 bytes; a random one where None.
             group_id, sample_index, rollout_step, source, prompt_id, split, attempt: identity, carried in references.
-            experts: the model's routing shape, needed to store ``routed_experts``.
+            experts: the model's routing shape, or its name in `spool.models`; needed to store ``routed_experts``.
             fields: specs of further fields of this session.
             prefer: of rows sent again, keep the ``first`` or the ``last``.
             trim: how many final response tokens may be missing from the next prompt.
@@ -255,6 +255,7 @@ class Spool:
 
     def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
+        check_options(options)
         state = self._history.state(session_id)
         return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 
@@ -314,6 +315,10 @@ class Spool:
 
         Rows that several references share are read once. Arrays are fresh, writable and C-contiguous.
 
+        Of the tokens asked for, ``token`` fields and ``loss_mask`` have a row each, ``response`` fields (``logprobs``)
+        one for each from ``ref.response_start`` on, ``forward`` fields (``routed_experts``) one for each but the last
+        token of the reference; ``step`` fields have a row a step. Slices are clipped as Python does.
+
         Args:
             refs: a reference (a `Sample` is returned) or several (a list).
             fields: names; all that the reference has, and ``loss_mask``, where None.
@@ -330,7 +335,12 @@ class Spool:
             NotFoundError: a field or the spool of a reference is not there.
         """
         single = isinstance(refs, Ref)
-        many = [refs] if isinstance(refs, Ref) else list(refs)
+        many = [refs] if isinstance(refs, Ref) else list(refs) if isinstance(refs, Iterable) else [refs]
+        for ref in many:
+            if not isinstance(ref, Ref):
+                raise InputError(
+                    f"read takes references, as append, finalize and segments() return them, not {ref!r:.80}"
+                )
         samples = self._readers.read(
             many,
             fields=fields,

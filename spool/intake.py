@@ -207,12 +207,21 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         versions=versions or _chunk_versions(step.routed_experts, n_prompt, n_tokens),
         units=units,
         n_nonfinite=n_nonfinite,
-        messages=tuple(
-            messages.encode_message(message, what=f"message {i} of {what}")
-            for i, message in enumerate(step.messages or ())
-        ),
+        messages=_messages(step.messages, what),
         tools=messages.encode_message(list(step.tools), what=f"tools of {what}") if step.tools else b"",
     )
+
+
+def _messages(given: Any, what: str) -> tuple[bytes, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise InputError(f"messages of {what} must be a list of chat messages, got {type(given).__name__}")
+    found = list(given)
+    for i, message in enumerate(found):
+        if not isinstance(message, Mapping) and not hasattr(message, "model_dump"):
+            raise InputError(f"message {i} of {what} must be a mapping with role and content, got {message!r:.80}")
+    return tuple(messages.encode_message(message, what=f"message {i} of {what}") for i, message in enumerate(found))
 
 
 def _token_ids(value: Any, what: str) -> NDArray[np.int32]:
@@ -309,7 +318,11 @@ def _ragged(spec: FieldSpec, value: Any, first: int, count: int, what: str) -> S
 
 
 def _units(units: Sequence[Any], n_prompt: int, what: str) -> tuple[Unit, ...]:
-    placed = tuple(sorted((Unit(str(key), int(at), int(n)) for key, at, n in units), key=lambda unit: unit.position))
+    try:
+        named = [Unit(str(key), int(at), int(n)) for key, at, n in units]
+    except (TypeError, ValueError) as error:
+        raise InputError(f"units of {what} must be (key, position, n_rows) each, got {units!r}") from error
+    placed = tuple(sorted(named, key=lambda unit: unit.position))
     for unit in placed:
         if not 0 <= unit.position < n_prompt or unit.n_rows < 1 or not unit.key:
             raise InputError(

@@ -10,7 +10,7 @@ from spool.errors import ConfigError, InputError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened
 from spool.model.fields import BUILT_IN, LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Schema, expert_field
-from spool.model.moe import MoEShape
+from spool.model.moe import MoEShape, models
 
 MAX_TEXT_BYTES = 1024
 
@@ -25,7 +25,7 @@ def opening(
     prompt_id: str | None,
     split: str | None,
     attempt: int,
-    experts: MoEShape | None,
+    experts: MoEShape | str | None,
     fields: Sequence[FieldSpec],
     prefer: str,
     trim: int,
@@ -60,7 +60,14 @@ def opening(
     return opened
 
 
-def _declared(experts: MoEShape | None, fields: Sequence[FieldSpec]) -> tuple[FieldSpec, ...]:
+def _declared(experts: MoEShape | str | None, fields: Sequence[FieldSpec]) -> tuple[FieldSpec, ...]:
+    if isinstance(experts, str):
+        experts = models[experts]
+    if experts is not None and not isinstance(experts, MoEShape):
+        raise InputError(f"experts must be a spool.MoEShape or a name in spool.models, got {experts!r}")
+    for spec in fields:
+        if not isinstance(spec, FieldSpec):
+            raise InputError(f"fields must be spool.FieldSpec(name=, dtype=, align=, ...) each, got {spec!r}")
     own = {spec.name: spec for spec in fields}
     if own.keys() & (BUILT_IN - {ROUTED_EXPERTS}) or (experts is not None and ROUTED_EXPERTS in own):
         raise ConfigError(f"one of {sorted(own)} is defined by Spool already; give your field another name")

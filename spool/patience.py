@@ -29,8 +29,8 @@ def with_room(timeout_s: float, call: Callable[[], T]) -> T:
     while True:
         try:
             return call()
-        except CapacityError:
-            time.sleep(room.next_wait_s())
+        except CapacityError as error:
+            time.sleep(room.next_wait_s(error))
 
 
 async def with_room_async(timeout_s: float, call: Callable[[], Awaitable[T]]) -> T:
@@ -39,20 +39,22 @@ async def with_room_async(timeout_s: float, call: Callable[[], Awaitable[T]]) ->
     while True:
         try:
             return await call()
-        except CapacityError:
-            await asyncio.sleep(room.next_wait_s())
+        except CapacityError as error:
+            await asyncio.sleep(room.next_wait_s(error))
 
 
 class _Patience:
-    """Growing waits up to a deadline; called where a CapacityError is being handled, which it lets go on then."""
+    """Growing waits up to a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
         self._until = time.monotonic() + timeout_s
         self._wait_s = FIRST_WAIT_S
 
-    def next_wait_s(self) -> float:
-        wait_s = self._wait_s
-        if time.monotonic() + wait_s > self._until:
-            raise  # noqa: PLE0704  (re-raises the CapacityError that the caller handles)
+    def next_wait_s(self, error: CapacityError) -> float:
+        """Return how long to wait before the next try; raise ``error`` where waiting is over, or of no use."""
+        wait_s, limit, need = self._wait_s, error.details.get("limit"), error.details.get("need")
+        hopeless = isinstance(limit, int) and isinstance(need, int) and need > limit
+        if hopeless or time.monotonic() + wait_s > self._until:
+            raise error
         self._wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return wait_s

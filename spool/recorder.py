@@ -10,13 +10,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
-from spool.errors import LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.errors import ConfigError, LockedError, NotFoundError, SessionStateError, SpoolError
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
 from spool.logs import FeedTimer, LogFeeder, Room
 from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
-from spool.model.fields import Schema
+from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
 from spool.record import Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
@@ -233,7 +233,14 @@ class Recorder:
 
     def kept(self, opened: SessionOpened) -> Schema:
         """Return the schema of what this spool stores of a session's fields."""
-        wanted = self._config.fields
+        wanted, declared = self._config.fields, {spec.name for spec in opened.fields}
+        for name in wanted or ():
+            if name not in declared | BUILT_IN:
+                raise ConfigError(
+                    f"?fields= names {name!r}, which session {opened.session_id!r} does not declare; it declares "
+                    f"{', '.join(sorted(declared))}",
+                    field=name,
+                )
         return Schema.of(*(spec for spec in opened.fields if wanted is None or spec.name in wanted))
 
     def writer(self, schema: Schema) -> StreamWriter:

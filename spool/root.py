@@ -64,7 +64,7 @@ def make_identity(root: str) -> Identity:
     try:
         os.makedirs(os.path.join(root, "streams"), exist_ok=True)
     except OSError as error:
-        raise map_os_error(error, what="creating the spool", path=root) from error
+        raise map_os_error(error, what="make a spool at", path=root) from error
     check_hot_root(root)
     known = read_identity(root)
     if known is not None:
@@ -77,7 +77,7 @@ def make_identity(root: str) -> Identity:
     except FileExistsError:
         pass
     except OSError as error:
-        raise map_os_error(error, what="creating the spool", path=root) from error
+        raise map_os_error(error, what="make a spool at", path=root) from error
     finally:
         os.unlink(draft)
     identity = read_identity(root)

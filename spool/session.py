@@ -32,7 +32,7 @@ from spool.patience import with_room, with_room_async
 from spool.record import Host, Record, SuspendToken, check_same
 from spool.rollout.messages import extend
 from spool.rollout.state import SessionState
-from spool.rollout.views import View, segments
+from spool.rollout.views import View, check_options, segments
 from spool.transaction import Held, TransactionBlock, held_by_task
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ class Session:
     """One rollout that this process records.
 
     Made by `Spool.session`. Safe from many threads and tasks: the appends of one session happen one after the other.
+
+    ``with session:`` and ``async with session:`` end it as ``failed`` where the block raises, as ``aborted`` where its
+    task is cancelled. A block that ends well leaves it open: `finalize` it, or go on later.
     """
 
     def __init__(
@@ -225,6 +228,7 @@ class Session:
 
     def view(self, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of the steps so far; see `finalize` for the options."""
+        check_options(options)
         with self._record.owned():
             return segments(self._record.state(), view, **options)
 
@@ -237,8 +241,13 @@ class Session:
             view: ``lineage`` (one segment a leaf) or ``timeline`` (one a step).
             outcome: how the session ended.
             inline: fields whose payload shall travel inside the references.
-            **options: ``train_shared_prefix="first"|"all"``, ``superseded="drop"|"keep"``, ``trailing="cut"|"keep"``,
-                ``gaps="cut"|"keep"``.
+            **options: the first of each is the default.
+                ``train_shared_prefix="first"|"all"``: tokens that several segments share are trained once, or in each.
+                ``superseded="drop"|"keep"``: a leaf whose prompt a later step sent again is a client's retry.
+                ``trailing="cut"|"keep"``: observations behind the last generated token.
+                ``gaps="cut"|"keep"``: a segment ends before the first row of routing that was never sent (a segment
+                without any has no gap); one that would lose all its generated tokens is left out. ``cut_tokens`` of a
+                reference says what was cut.
 
         Raises:
             SessionStateError: it is discarded, suspended, or finalised in another way.
@@ -256,6 +265,7 @@ class Session:
         self, view: View, outcome: Outcome, inline: Sequence[str], options: dict[str, Any]
     ) -> list[SegmentRef]:
         check_outcome(outcome)
+        check_options(options)
         with self._record.owned():
             state = self._record.state()
             final = state.finalized
@@ -358,7 +368,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and self._goes_on():
-            self.finalize(outcome="failed")
+            self.finalize(outcome=_outcome_of(kind))
 
     async def __aenter__(self) -> Self:
         return self
@@ -367,7 +377,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and await self.on_thread(self._goes_on):
-            await self.finalize_async(outcome="failed")
+            await self.finalize_async(outcome=_outcome_of(kind))
 
     def _goes_on(self) -> bool:
         return not self._suspended and not self._record.state().ended
@@ -475,3 +485,7 @@ class Session:
         state = self._record.state()
         state.check_open()
         return state
+
+
+def _outcome_of(kind: type[BaseException]) -> Outcome:
+    return "aborted" if issubclass(kind, asyncio.CancelledError) else "failed"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Makes a fresh environment in .venv and runs every check: layers, types, style, tests.
+# Makes a fresh environment in .venv-test and runs every check: style, types, layers, tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-"$python" -m venv --clear .venv
-.venv/bin/pip install --quiet --disable-pip-version-check "torch==${TORCH_VERSION:-2.13.0}"
-.venv/bin/pip install --quiet --disable-pip-version-check -e ".[test,torch]"
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-.venv/bin/mypy
-.venv/bin/lint-imports
-exec .venv/bin/python -m pytest "$@"
+"$python" -m venv --clear .venv-test
+.venv-test/bin/pip install --quiet --disable-pip-version-check "torch==${TORCH_VERSION:-2.13.0}"
+.venv-test/bin/pip install --quiet --disable-pip-version-check -e ".[test,torch]"
+.venv-test/bin/ruff check .
+.venv-test/bin/ruff format --check .
+.venv-test/bin/mypy
+.venv-test/bin/lint-imports
+exec .venv-test/bin/python -m pytest "$@"

@@ -40,9 +40,11 @@ def encode_message(message: object, *, what: str) -> bytes:
 
 def _dump(value: object) -> object:
     dump = getattr(value, "model_dump", None)
-    if dump is None:
-        raise TypeError(f"{type(value).__name__} is not JSON")
-    return dump()
+    if dump is not None:
+        return dump()
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a numpy or torch number
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 def _keys_are_strings(value: object) -> bool:

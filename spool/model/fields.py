@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import ml_dtypes
 import numpy as np
@@ -87,6 +87,11 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
                 raise ConfigError(f"field {self.name!r}: axis 0 of {self.shape} must be its {stored} stored layers")
         elif self.layers is not None:
             raise ConfigError(f"field {self.name!r}: layers= needs num_layers=")
+
+        if self.align not in get_args(Align):
+            raise ConfigError(
+                f"field {self.name!r}: align={self.align!r} is not one of {', '.join(get_args(Align))}", field=self.name
+            )
 
     def _check_dtype(self) -> None:
         for name in (self.dtype, self.train_dtype):

@@ -69,6 +69,9 @@ class _Models(Mapping[str, MoEShape]):
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._shapes
 
+    def __repr__(self) -> str:
+        return f"<spool.models: {', '.join(self)}>"
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

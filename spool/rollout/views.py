@@ -73,6 +73,21 @@ def segments(
     return [replace(segment, index=i, count=len(kept), outcome=outcome) for i, segment in enumerate(kept)]
 
 
+def check_options(options: Mapping[str, object]) -> None:
+    """Refuse a name that is no option of a view.
+
+    Raises:
+        InputError: names the options.
+    """
+    unknown = options.keys() - set(_Options._fields)
+    if unknown:
+        raise InputError(
+            f"{', '.join(sorted(unknown))} is no option of a view; these are: {', '.join(_Options._fields)}. Facts "
+            "such as reward= go to Spool.annotate",
+            options=sorted(unknown),
+        )
+
+
 def _check(view: str, options: _Options) -> None:
     allowed = {"view": get_args(View), "train_shared_prefix": ("first", "all"), "superseded": ("drop", "keep")}
     for name, value in [("view", view), *zip(options._fields, options, strict=True)]:

@@ -62,8 +62,8 @@ class Grants:
         all_of = "" if limit is None else f" of {format_size(limit)}"
         return CapacityError(
             f"the hot tier has no room for another {format_size(grant)}: {format_size(taken)}{all_of} are taken, this "
-            f"write needs {format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; release "
-            "segments, let the spiller catch up, or raise hot_bytes",
+            f"write needs {format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; nothing "
+            "is deleted by itself in this version: raise hot_bytes, or record into another root",
             stream=self._stream,
             need=n_bytes,
             grant=grant,
