@@ -60,7 +60,7 @@ def _events(catalog: Catalog, state: SessionState, view: View) -> Iterator[Event
     if facts := catalog.facts(session_id):
         yield Annotated(session_id, final.at, facts)
     for ref in made:
-        name = f"{view}/{ref.index}"
+        name = ref.key
         if own := catalog.facts(session_id, name):
             yield Annotated(session_id, final.at, own, name)
     yield from catalog.attachments(session_id)

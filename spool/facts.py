@@ -38,17 +38,19 @@ class Facts:
     def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
         """See `Spool.annotate`."""
         self._require(session_id)
-        if segment is not None and not isinstance(segment, SegmentRef):
-            raise InputError(f"segment must be a SegmentRef of the session, got {segment!r}")
+        if segment is not None and (not isinstance(segment, SegmentRef) or segment.session_id != session_id):
+            raise InputError(f"segment must be a SegmentRef of session {session_id!r}, got {segment!r:.80}")
         text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
         checked = message_format.decode_messages(b"[" + text + b"]")[0]
         reward = checked.get("reward")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
-        self._record(Annotated(session_id, time.time(), checked, None if segment is None else target_of(segment)))
+        self._record(Annotated(session_id, time.time(), checked, None if segment is None else segment.key))
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
+        if not isinstance(ref, SegmentRef | StepRef) or ref.spool_id != self._recorder.spool_id:
+            raise InputError(f"attach takes a segment or step of this spool, got {ref!r:.80}")
         self._require(ref.session_id)
         checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
         for spec, rows in checked:
@@ -58,10 +60,20 @@ class Facts:
         self, ref: SegmentRef | StepRef, name: str, value: Any, align: str | None
     ) -> tuple[FieldSpec, NDArray[Any]]:
         array = arrays.as_array(value, what=f"{name} of {ref.id}")
+        if name in BUILT_IN or name in ref.extents:
+            raise InputError(f"{ref.id} has {name} already; attach under another name", field=name)
         spec = self._fields.get(name) or _late_spec(ref, name, array, align)
         if spec.ragged:
             raise InputError(f"{name} is ragged; attach takes arrays with one row a position", field=name)
-        rows = array[None] if spec.align == "step" else array
+        if align not in (None, spec.align):
+            raise InputError(f"{name} is declared as {spec.align}-aligned, not {align}", field=name)
+        rows = array[None] if spec.align == "step" and array.shape == spec.row_shape else array
+        expected = _lengths(ref)[spec.align]
+        if not rows.ndim or len(rows) != expected:
+            raise InputError(
+                f"{name} has shape {array.shape}; {ref.id} has {expected} {spec.align} rows",
+                field=name, expected=expected, got=list(array.shape),
+            )  # fmt: skip
         values.check_values(rows, spec, what=ref.id, position=0)
         return spec, rows
 
@@ -78,7 +90,7 @@ class Facts:
                 extents.append(Extent(writer.name, run.row, run.n, position, run.crc))
                 position += run.n
             found = {spec.name: tuple(extents)}
-            return encode_event(Attached(ref.session_id, time.time(), target_of(ref), spec, found))
+            return encode_event(Attached(ref.session_id, time.time(), ref.key, spec, found))
 
         source = {spec.name: Rows(len(rows), fill)}
         with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
@@ -103,7 +115,7 @@ class Facts:
         """See `Spool.release`."""
         by_session: dict[str, list[str]] = {}
         for ref in refs:
-            by_session.setdefault(ref.session_id, []).append(target_of(ref))
+            by_session.setdefault(ref.session_id, []).append(ref.key)
         for session_id, names in by_session.items():
             self._record(Released(session_id, time.time(), tuple(names), tag))
 
@@ -115,16 +127,10 @@ class Facts:
         with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
 
 
-def target_of(ref: SegmentRef | StepRef) -> str:
-    """Return how events name a segment (``view/index``) or a step (``:index``) inside its session."""
-    return f"{ref.view}/{ref.index}" if isinstance(ref, SegmentRef) else f":{ref.index}"
-
-
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:
     """Return the spec of an undeclared late array: aligned as ``align``, or as its length says."""
-    if name in BUILT_IN:
-        raise InputError(f"{name} is recorded by append; attach under another name", field=name)
-    lengths = {"token": ref.n_tokens, "response": ref.response_length, "forward": max(ref.n_rows - 1, 0)}
+    lengths = _lengths(ref)
+    lengths.pop("step")
     rows = array.shape[0] if array.ndim else None
     fits = [kind for kind, n in lengths.items() if rows == n]
     chosen: Any = align or (fits[0] if len(fits) == 1 else None)
@@ -139,3 +145,12 @@ def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align:
         )
     shape = array.shape if chosen == "step" else array.shape[1:]
     return FieldSpec(name=name, dtype=np.dtype(array.dtype).name, align=chosen, shape=shape)
+
+
+def _lengths(ref: SegmentRef | StepRef) -> dict[str, int]:
+    return {
+        "token": ref.n_tokens,
+        "response": ref.response_length,
+        "forward": max(ref.n_rows - 1, 0),
+        "step": len(ref.steps) if isinstance(ref, SegmentRef) else 1,
+    }

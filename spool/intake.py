@@ -5,6 +5,7 @@ Nothing here has a side effect: a refused step leaves the session as it was.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -173,6 +174,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         PayloadError: an array does not fit; names field, step, token, layer and value.
         InputError: another argument does not fit.
     """
+    _check_plain(step, what)
     prompt = _token_ids(step.prompt_token_ids, f"prompt_token_ids of {what}")
     response = _token_ids(step.response_token_ids, f"response_token_ids of {what}")
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
@@ -204,12 +206,31 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         response=response,
         n_rows=n_rows,
         sources={name: source for name, source in sources.items() if name in schema and source.given},
-        versions=versions or _chunk_versions(step.routed_experts, n_prompt, n_tokens),
+        versions=versions or _chunk_versions(step.routed_experts, (n_prompt, n_tokens, n_rows)),
         units=units,
         n_nonfinite=n_nonfinite,
         messages=_messages(step.messages, what),
         tools=messages.encode_message(list(step.tools), what=f"tools of {what}") if step.tools else b"",
     )
+
+
+def _check_plain(step: StepInput, what: str) -> None:
+    """Refuse arguments that are not of their types, which a record could not hold."""
+    for name in ("finish_reason", "step_id"):
+        value = getattr(step, name)
+        if value is not None and not isinstance(value, str):
+            raise InputError(
+                f"{name} of {what} must be text, got {value!r:.80}; engines' forms go through spool.engines"
+            )
+    if isinstance(step.parent, bool) or not isinstance(step.parent, str | int | StepRef | None):
+        raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
+    for name in ("fields", "metadata"):
+        value = getattr(step, name)
+        if value is not None and not isinstance(value, Mapping):
+            raise InputError(f"{name} of {what} must be a mapping, got {value!r:.80}")
+    start = step.routed_experts_start
+    if isinstance(start, bool) or not isinstance(start, int | np.integer):
+        raise InputError(f"routed_experts_start of {what} must be an integer, got {start!r:.80}")
 
 
 def _messages(given: Any, what: str) -> tuple[bytes, ...]:
@@ -302,7 +323,7 @@ def _user_field(spec: FieldSpec, value: Any, lengths: tuple[int, int, int], what
             field=spec.name, expected=count, got=got, step=what,
         )  # fmt: skip
     values.check_values(rows, spec, what=what, position=first)
-    return Source(spec, ((first, rows),) if count else (), arrays.copy_rows)
+    return Source(spec, ((first, rows),) if count else (), lambda dst, src: experts.store(dst, src, spec))
 
 
 def _ragged(spec: FieldSpec, value: Any, first: int, count: int, what: str) -> Source:
@@ -337,9 +358,14 @@ def _versions(given: Any, n_prompt: int, n_tokens: int, what: str) -> tuple[Vers
     """Return the spans of ``given``: one version, or ``(version, start, stop)`` that tile the response."""
     if given is None:
         return ()
-    if isinstance(given, str | int):
+    if isinstance(given, str | int) and not isinstance(given, bool):
         return (VersionSpan(str(given), n_prompt, n_tokens),) if n_tokens > n_prompt else ()
-    spans = [(str(v), int(start), int(stop)) for v, start, stop in given]
+    try:
+        spans = [(str(v), operator.index(start), operator.index(stop)) for v, start, stop in given if v is not None]
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"weight_version of {what} must be one version, or (version, start, stop) spans, got {given!r:.80}"
+        ) from error
     at = 0
     for _, start, stop in spans:
         if start != at or stop < start:
@@ -354,16 +380,19 @@ def _versions(given: Any, n_prompt: int, n_tokens: int, what: str) -> tuple[Vers
     return tuple(VersionSpan(v, n_prompt + start, n_prompt + stop) for v, start, stop in spans if stop > start)
 
 
-def _chunk_versions(payload: Any, n_prompt: int, n_tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the versions that chunks imply: row p generated token p + 1, the earliest chunk first."""
+def _chunk_versions(payload: Any, lengths: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
+    """Return the versions that chunks imply: row p generated the token behind it, the earliest chunk first."""
     if not _is_chunks(payload) or any(chunk.weight_version is None for chunk in payload):
         return ()
-    spans, at = [], n_prompt
-    for i, chunk in enumerate(payload):
-        last = i == len(payload) - 1
-        stop = n_tokens if last else min(n_tokens, chunk.start + len(chunk.rows) + 1)
+    at, n_tokens, n_rows = lengths
+    chunks = sorted(payload, key=lambda chunk: chunk.start)
+    expanded = n_rows - n_tokens  # rows that units stand for beyond their tokens, all of them in the prompt
+    spans = []
+    for chunk, after in zip(chunks, [*chunks[1:], None], strict=True):
+        rows_end = chunk.start + len(chunk.rows)
+        stop = n_tokens if after is None else min(rows_end, after.start) + 1 - expanded
         if stop > at:
-            spans.append(VersionSpan(str(chunk.weight_version), at, stop))
+            spans.append(VersionSpan(str(chunk.weight_version), at, min(stop, n_tokens)))
             at = stop
     return tuple(spans)
 

@@ -38,7 +38,7 @@ def opening(
         InputError: an argument does not fit.
         ConfigError: a field cannot be declared so.
     """
-    if prefer not in ("first", "last") or not isinstance(trim, int) or trim < 0:
+    if prefer not in ("first", "last") or not isinstance(trim, int) or isinstance(trim, bool) or trim < 0:
         raise InputError(f'prefer must be "first" or "last" and trim at least 0, got {prefer!r}, {trim!r}')
     opened = SessionOpened(
         session_id=text("session_id", session_id),

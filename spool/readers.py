@@ -10,7 +10,6 @@ import msgspec
 from spool.catalog import Catalog
 from spool.config import Config, search_roots
 from spool.errors import InputError, NotFoundError
-from spool.facts import target_of
 from spool.formats.arrays import Ragged
 from spool.logs import LogFeeder
 from spool.model.fields import BUILT_IN
@@ -97,7 +96,7 @@ class Readers:
         if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self._spool_id:
             return ref
         self._feeder.catch_up()
-        target = target_of(ref)
+        target = ref.key
         late: dict[str, tuple[Extent, ...]] = {}
         for attached in self._catalog.attachments(ref.session_id):
             if attached.target == target:

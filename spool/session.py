@@ -155,7 +155,7 @@ class Session:
                 intake.prompt,
                 intake.response,
                 given={field: source.given for field, source in intake.sources.items()},
-                parent=step.parent.index if isinstance(step.parent, StepRef) else step.parent,
+                parent=self._own_step(step.parent),
                 units=intake.units,
                 step_id=step.step_id,
                 transaction=held,
@@ -197,6 +197,13 @@ class Session:
             self._host.known_tools.add((writer.name, tools.key))
         state.commit(committed[0], transaction=held)
         return committed[0].index
+
+    def _own_step(self, step: str | int | StepRef | None) -> str | int | None:
+        if not isinstance(step, StepRef):
+            return step
+        if (step.spool_id, step.session_id) != (self._host.spool_id, self.session_id):
+            raise InputError(f"step {step.id} is of another session than {self.session_id!r}", step=step.id)
+        return step.index
 
     def _tools(self, intake: Intake, stream: str) -> ToolsStored | None:
         """Return the event that stores the step's tool schemas, unless this stream has them."""
@@ -304,7 +311,9 @@ class Session:
     def _discard(self, step: str | int | StepRef) -> None:
         with self._record.owned():
             state, held = self._open_state(), self._held()
-            index = state.resolve(step.index if isinstance(step, StepRef) else step, held)
+            own = self._own_step(step)
+            assert own is not None
+            index = state.resolve(own, held)
             state.check_discard(index, held)
             event = StepDiscarded(self.session_id, index, time.time())
             with self._recording():

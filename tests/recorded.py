@@ -65,6 +65,7 @@ def segment(session_id, index=0, *, view="lineage", n_tokens=15, versions=("9",)
         session_id=session_id,
         view=view,
         index=index,
+        steps=(index,),
         n_tokens=n_tokens,
         n_rows=n_tokens,
         response_start=10,
@@ -81,7 +82,7 @@ def final(session_id, at=9.0, *, view="lineage", outcome="completed", segments=N
     )
 
 
-def attached(session_id, at=10.0, *, target="lineage/0", row=0):
+def attached(session_id, at=10.0, *, target="lineage:0:15", row=0):
     return Attached(session_id, at, target, ADVANTAGES, {"advantages": (Extent("late", row, 5, 10, 3),)})
 
 

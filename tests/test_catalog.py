@@ -160,15 +160,15 @@ def test_late_facts_are_merged_into_sessions_and_segments(catalog):
         [
             Annotated("u", 20.0, {"reward": 0.25, "judge": "a", "nested": {"x": [None, True]}}),
             Annotated("u", 21.0, {"reward": 1, "judge": None}),
-            Annotated("u", 22.0, {"reward": -1.0, "own": "b"}, "lineage/1"),
+            Annotated("u", 22.0, {"reward": -1.0, "own": "b"}, "lineage:1:15"),
         ],
         stream="annotator",
     )
     row = catalog.session("u")
     assert row.facts == {"reward": 1, "judge": None, "nested": {"x": [None, True]}}
     assert row.reward == 1.0
-    assert (catalog.facts("u"), catalog.facts("u", "lineage/1")) == (row.facts, {"reward": -1.0, "own": "b"})
-    assert (catalog.facts("u", "lineage/0"), catalog.facts("v")) == ({}, {})
+    assert (catalog.facts("u"), catalog.facts("u", "lineage:1:15")) == (row.facts, {"reward": -1.0, "own": "b"})
+    assert (catalog.facts("u", "lineage:0:15"), catalog.facts("v")) == ({}, {})
     first, second = catalog.segments()
     assert (first.reward, second.reward) == (1.0, -1.0)
     assert first.facts == {"judge": None, "nested": {"x": [None, True]}}
@@ -194,7 +194,7 @@ def test_late_arrays_join_the_extents(catalog):
     assert second == segment("u", 1)
     assert [(event.target, event.field) for event in catalog.attachments("u")] == [
         (":0", ADVANTAGES),
-        ("lineage/0", ADVANTAGES),
+        ("lineage:0:15", ADVANTAGES),
     ]
     assert catalog.attachments("v") == ()
 
@@ -202,14 +202,14 @@ def test_late_arrays_join_the_extents(catalog):
 def test_releases_fall_due_with_their_checkpoint(catalog):
     feed(catalog, [opened("u"), final("u", segments=(segment("u", 0), segment("u", 1), segment("u", 2)))])
     released = [
-        Released("u", 12.0, ("lineage/0", "lineage/1"), "ckpt-40"),
-        Released("u", 11.0, ("lineage/0",), "ckpt-40"),
+        Released("u", 12.0, ("lineage:0:15", "lineage:1:15"), "ckpt-40"),
+        Released("u", 11.0, ("lineage:0:15",), "ckpt-40"),
     ]
-    feed(catalog, [*released, Released("u", 13.0, ("lineage/1",))], stream="t")
+    feed(catalog, [*released, Released("u", 13.0, ("lineage:1:15",))], stream="t")
     assert catalog.released("u") == (
-        Release("lineage/0", "ckpt-40", 11.0, due=False),
-        Release("lineage/1", None, 13.0, due=True),
-        Release("lineage/1", "ckpt-40", 12.0, due=False),
+        Release("lineage:0:15", "ckpt-40", 11.0, due=False),
+        Release("lineage:1:15", None, 13.0, due=True),
+        Release("lineage:1:15", "ckpt-40", 12.0, due=False),
     )
     feed(catalog, [Checkpointed("ckpt-40", 14.0), Checkpointed("ckpt-41", 15.0)], stream="t", pack=1)
     assert [release.due for release in catalog.released("u")] == [True, True, True]
@@ -494,10 +494,10 @@ _EVENTS = st.one_of(
         _TIMES,
         st.integers(0, 5),
         st.sampled_from(["reward", "x"]),
-        st.sampled_from([None, "lineage/0"]),
+        st.sampled_from([None, "lineage:0:15"]),
     ),
     st.builds(lambda s, t, r: attached(s, t, row=r), _NAMES, _TIMES, st.integers(0, 5)),
-    st.builds(Released, _NAMES, _TIMES, st.just(("lineage/0",)), st.sampled_from([None, "", "t"])),
+    st.builds(Released, _NAMES, _TIMES, st.just(("lineage:0:15",)), st.sampled_from([None, "", "t"])),
     st.builds(Checkpointed, st.sampled_from(["t", ""]), _TIMES),
     st.builds(ToolsStored, st.sampled_from(["k", "l"]), st.just(b"[]")),
 )
@@ -577,7 +577,7 @@ def test_a_session_that_moved_keeps_its_steps_in_order(catalog):
 def test_facts_and_releases_before_their_session(catalog):
     feed(
         catalog,
-        [Annotated("u", 5.0, {"reward": 2.0}), Released("u", 6.0, ("lineage/0",)), attached("u")],
+        [Annotated("u", 5.0, {"reward": 2.0}), Released("u", 6.0, ("lineage:0:15",)), attached("u")],
         stream="late",
     )
     assert catalog.session("u") is None

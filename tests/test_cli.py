@@ -560,6 +560,25 @@ def test_import_says_what_failed_and_what_is_not_there(tmp_path):
     }  # fmt: skip
 
 
+def test_import_says_which_tokens_it_leaves_out(tmp_path):
+    for name, n_tokens in (("a", 5), ("b", 3), ("c", 2)):
+        (tmp_path / "M_2L_64E").mkdir(exist_ok=True)
+        np.savez(
+            tmp_path / "M_2L_64E" / f"{name}.npz",
+            token_ids=np.arange(n_tokens), routed_experts=np.full((n_tokens, 2, 2), [[1, 2], [3, 4]], np.uint8),
+            turn_role=np.array(["user", "assistant"]), turn_content_start=np.array([0, 1]),
+            turn_content_end=np.array([1, 2]),
+        )  # fmt: skip
+    for more, text in ((("--dry-run",), "3 parsed"), ((), "3 imported"), ((), "0 imported, 3 unchanged")):
+        done = run("import", tmp_path / "M_2L_64E", tmp_path / "s", *more)
+        assert done.text.startswith(text)
+        assert [line for line in done.err.splitlines() if line.startswith("dropped")] == [
+            "dropped: M_2L_64E/a.npz: 3 tokens after the last assistant turn",
+            "dropped: M_2L_64E/b.npz: 1 tokens after the last assistant turn",
+            "dropped: 4 tokens of 2 sessions are in no step",
+        ]
+
+
 def test_demo_records_reads_back_and_checks(tmp_path):
     facts = run("demo", tmp_path / "s", "--groups", "1", "--json").json
     assert (facts["n_sessions"], facts["n_steps"], facts["n_wrong"]) == (4, 32, 0)

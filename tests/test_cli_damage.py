@@ -297,6 +297,23 @@ def test_implausible_routing_is_lint(tmp_path):
     assert "token 7" in found["text"]
 
 
+def test_the_same_fault_in_many_steps_is_one_finding(tmp_path):
+    good = np.arange(21)[:, None, None] % 32 * [[0], [1], [1]] + [[0, 0], [0, 1], [0, 1]]
+    with library.open(str(tmp_path / "s")) as sp:
+        for n in range(12):
+            s = sp.session(f"s{n}", experts=SHAPE)
+            rows = good[: 10 + n].copy()
+            if n % 2:
+                rows[n, 1:] = [[n, n], [9, 9]]
+            s.append(prompt_token_ids=counting(9 + n), response_token_ids=[n, 2], routed_experts=rows)
+    (found,) = verify(tmp_path / "s", "--deep", code=1)
+    assert (found["kind"], found["field"], found["n_steps"]) == ("lint", "routed_experts", 6)
+    assert found["steps"] == [f"s{n}:0" for n in range(1, 12, 2)]
+    assert "first expert 1 at token" in found["text"]
+    assert found["text"].endswith("; the like in 5 other runs of rows")
+    assert found["rows"] == [10, 21], "the first place"
+
+
 # -- any byte, and no false alarm -----------------------------------------------------------------------------------
 
 

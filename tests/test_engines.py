@@ -216,16 +216,133 @@ def test_sglang_whole_prompt_from_input_logprobs():
         from_sglang(generate(input_token_logprobs=entries[1:]))
 
 
-def test_ids_that_were_scored_win_unless_they_disagree():
+def test_sglang_ids_and_scored_ids_must_be_the_same():
     body = generate()
-    body["output_ids"] = RESPONSE[:1]
-    assert from_sglang(body, prompt_token_ids=PROMPT).response_token_ids.tolist() == RESPONSE
     body["output_ids"] = [21, 99]
     with pytest.raises(PayloadError, match="generated token 1: 99 and 22"):
         from_sglang(body, prompt_token_ids=PROMPT)
-    del body["meta_info"]["output_token_logprobs"], body["output_ids"]
+    del body["output_ids"]
+    assert from_sglang(body, prompt_token_ids=PROMPT).response_token_ids.tolist() == RESPONSE
+    del body["meta_info"]["output_token_logprobs"]
     with pytest.raises(InputError, match="return_logprob"):
         from_sglang(body, prompt_token_ids=PROMPT)
+
+
+@pytest.mark.parametrize("said", [10, None])
+@pytest.mark.parametrize("reason", ["stop", "abort", None])
+@pytest.mark.parametrize("n_scored", [0, 1, 9, 11])
+def test_sglang_loses_and_adds_no_token_where_fewer_or_more_were_scored(n_scored, reason, said):
+    ids = list(range(100, 110))
+    scored = [[-0.5, token, None] for token in range(100, 100 + n_scored)]
+    body = generate(output_token_logprobs=scored, completion_tokens=said, finish_reason={"type": reason})
+    body["output_ids"] = ids
+    if not n_scored:
+        step = from_sglang(body, prompt_token_ids=PROMPT)
+        assert step.response_token_ids.tolist() == ids and step.logprobs is None
+        return
+    with pytest.raises(PayloadError, match=f"output_ids has 10 .* output_token_logprobs has {n_scored}:"):
+        from_sglang(body, prompt_token_ids=PROMPT)
+    body["output_ids"] = []
+    with pytest.raises(PayloadError, match=f"output_ids has 0 .* output_token_logprobs has {n_scored}:"):
+        from_sglang(body, prompt_token_ids=PROMPT)
+
+
+def test_sglang_ids_without_scores():
+    body = generate(output_token_logprobs=None)
+    step = from_sglang(body, prompt_token_ids=PROMPT)
+    assert step.response_token_ids.tolist() == RESPONSE and step.logprobs is None
+
+
+@pytest.mark.parametrize("said", [0, 1, 3])
+def test_sglang_completion_tokens_must_agree(said):
+    listed, scored, aborted = generate(completion_tokens=said), generate(completion_tokens=said), generate()
+    listed["meta_info"]["output_token_logprobs"] = None
+    del scored["output_ids"]
+    aborted["meta_info"].update(completion_tokens=said, finish_reason={"type": "abort"})
+    for body in (listed, scored, aborted):
+        with pytest.raises(PayloadError, match=f"holds 2 generated tokens and meta_info.completion_tokens says {said}"):
+            from_sglang(body, prompt_token_ids=PROMPT)
+    lost = {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": said or 5}}
+    with pytest.raises(PayloadError, match="holds 0 generated tokens"):
+        from_sglang(lost, prompt_token_ids=PROMPT)
+
+
+def test_sglang_ids_of_the_choice_that_was_asked_for():
+    body = chat(token_ids=None)
+    body["choices"].append({**body["choices"][0], "index": 1})
+    body["sglext"] = {"output_ids": [[31, 32], RESPONSE]}
+    assert from_sglang(body, choice=0).response_token_ids.tolist() == [31, 32]
+    assert from_sglang(body, choice=1).response_token_ids.tolist() == RESPONSE
+    body["choices"].append(body["choices"][0])
+    with pytest.raises(PayloadError, match="no list of ids for choice 2"):
+        from_sglang(body, choice=2)
+
+
+@pytest.mark.parametrize("read", [from_sglang, from_vllm])
+def test_choices_lose_and_add_no_token_either(read):
+    content = [{"token": "x", "logprob": -0.5}] * 3
+    for given in (content[:1], content):
+        with pytest.raises(PayloadError, match=f"token_ids has 2 generated tokens and logprobs has {len(given)}:"):
+            read(chat(logprobs={"content": given}))
+    for empty in ({"content": []}, {"content": None}, {"token_logprobs": []}, None):
+        step = read(chat(logprobs=empty))
+        assert step.response_token_ids.tolist() == RESPONSE and step.logprobs is None
+    spelt = {"tokens": ["token_id:21", "token_id:23"], "token_logprobs": LOGPROBS}
+    with pytest.raises(PayloadError, match="generated token 1: 22 and 23"):
+        read(chat(logprobs=spelt))
+    with pytest.raises(PayloadError, match="has 2 generated tokens and logprobs has 1:"):
+        read(chat(token_ids=None, logprobs={**spelt, "token_logprobs": LOGPROBS[:1]}))
+    assert read(chat(token_ids=None, logprobs=spelt)).response_token_ids.tolist() == [21, 23]
+    with pytest.raises(InputError, match="generated token ids"):
+        read(chat(token_ids=None, finish_reason="abort"))
+
+
+@pytest.mark.parametrize("read", [from_sglang, from_vllm])
+def test_usage_must_agree_where_it_is_of_one_choice(read):
+    body = chat()
+    body["usage"]["completion_tokens"] = 2
+    assert read(body).response_token_ids.tolist() == RESPONSE
+    body["usage"]["completion_tokens"] = 3
+    with pytest.raises(PayloadError, match=r"holds 2 generated tokens and usage\.completion_tokens says 3"):
+        read(body)
+    body["choices"].append(body["choices"][0])
+    assert read(body, choice=1).response_token_ids.tolist() == RESPONSE
+
+
+@pytest.mark.parametrize("read", [from_sglang, from_vllm])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "the queue is full", "type": "ServiceUnavailable", "code": 503}},
+        {"error": "the queue is full"},
+        {"error": {"reason": "the queue is full"}, "choices": []},
+        {"object": "error", "message": "the queue is full", "code": 400},
+        {"detail": "the queue is full"},
+        {"detail": [{"loc": ["body"], "msg": "the queue is full"}]},
+    ],
+)
+def test_what_a_server_says_instead_of_a_response_is_quoted(read, body):
+    for given in (body, json.dumps(body)):
+        with pytest.raises(PayloadError, match=r"the server sent an error.*the queue is full"):
+            read(given, prompt_token_ids=PROMPT)
+
+
+def test_an_empty_error_is_none():
+    body = chat()
+    body["error"] = None
+    assert from_vllm(body).response_token_ids.tolist() == RESPONSE
+
+
+@pytest.mark.parametrize("text", ["<html>502 Bad Gateway" + "x" * 5000, b"<html>502 Bad Gateway\xff"])
+def test_what_is_not_json_is_quoted_from_its_beginning(text):
+    with pytest.raises(InputError, match=r"not JSON.*begins '<html>502 Bad Gateway") as caught:
+        from_sglang(text, prompt_token_ids=PROMPT)
+    assert len(str(caught.value)) < 500
+
+
+def test_help_of_decode_routing_shows_the_forms():
+    for form in ("prime-rl", "NeMo-RL", "SGLang", "vLLM 0.22", "nrlre1:"):
+        assert form in decode_routing.__doc__
 
 
 def test_a_null_logprob_is_refused_with_its_index():

@@ -294,10 +294,10 @@ def test_sealed_records_open_with_pyarrow_alone(recorded, archives):
 def conversations(shared_data, tmp_path_factory):
     """A spool of the recorded agent runs; one file holds none, and is said to."""
     uri = f"file://{tmp_path_factory.mktemp('main') / 't'}"
-    done = spool("import", shared_data / "trajectories", uri, code=1)
-    assert done.text == "54 imported, 0 unchanged, 1 failed, 0 ignored\n"
+    done = spool("import", shared_data / "trajectories", uri)
+    assert done.text == "54 imported, 0 unchanged, 0 failed, 1 ignored\n"
     assert "infoss_dfs_prune.json" in done.err
-    assert "known forms" in done.err
+    assert "none of them a run" in done.err
     return uri
 
 

@@ -70,28 +70,69 @@ class Report(Struct, frozen=True):
 
 
 class Findings:
-    """Collects findings; one that goes on where the last one ended is merged into it."""
+    """Collects findings.
+
+    One that goes on where the last one ended is merged into it. Those of one group, an array and a sort of fault, are
+    one finding: what it says is the first place's, and in how many others the like is found.
+    """
 
     def __init__(self) -> None:
-        self._found: list[tuple[Finding, dict[str, None]]] = []
+        self._found: list[_Entry] = []
+        self._groups: dict[tuple[str | None, str | None, str], _Entry] = {}
 
-    def add(self, finding: Finding, steps: Iterable[str] = ()) -> None:
-        """Take in a finding about rows that ``steps`` name."""
-        if self._found:
-            last, known = self._found[-1]
-            rows = _joined(last, finding)
-            if rows is not None:
-                known.update(dict.fromkeys(steps))
-                self._found[-1] = replace(last, rows=rows), known
-                return
-        self._found.append((finding, dict.fromkeys(steps)))
+    def add(self, finding: Finding, steps: Iterable[str] = (), *, group: str | None = None) -> None:
+        """Take in a finding about rows that ``steps`` name; of those of a group, in the order of the rows."""
+        key = None if group is None else (finding.stream, finding.field, group)
+        entry = self._groups.get(key) if key is not None else self._found[-1] if self._found else None
+        if entry is None or not entry.take(finding, grouped=key is not None):
+            entry = _Entry(finding)
+            self._found.append(entry)
+            if key is not None:
+                self._groups[key] = entry
+        entry.steps.update(dict.fromkeys(steps))
 
     def all(self) -> tuple[Finding, ...]:
         """Return what was found."""
-        return tuple(
-            replace(finding, n_steps=len(steps), steps=tuple(islice(steps, MAX_STEPS)))
-            for finding, steps in self._found
+        return tuple(entry.finding() for entry in self._found)
+
+
+class _Entry:
+    """A finding, the steps it is about, and in how many places it is found.
+
+    Attributes:
+        steps: ids, each once, in order.
+    """
+
+    def __init__(self, first: Finding) -> None:
+        self.steps: dict[str, None] = {}
+        self._first = self._last = first
+        self._n_others = 0
+
+    def take(self, new: Finding, *, grouped: bool) -> bool:
+        """Take in another finding, if it is this one going on, or one of its group."""
+        rows = _joined(self._last, new)
+        if rows is not None:
+            self._last = replace(self._last, rows=rows)
+            if not self._n_others:
+                self._first = self._last
+            return True
+        if grouped:
+            self._n_others += not _overlap(self._last, new)
+            self._last = new
+        return grouped
+
+    def finding(self) -> Finding:
+        """Return what is to be reported."""
+        found, n = self._first, self._n_others
+        more = f"; the like in {n} other run{'s' if n > 1 else ''} of rows" if n else ""
+        return replace(
+            found, text=found.text + more, n_steps=len(self.steps), steps=tuple(islice(self.steps, MAX_STEPS))
         )
+
+
+def _overlap(last: Finding, new: Finding) -> bool:
+    # a large extent is looked at in pieces, each of which may show the fault
+    return last.rows is not None and new.rows is not None and new.rows[0] < last.rows[1]
 
 
 def _joined(last: Finding, new: Finding) -> tuple[int, int] | None:

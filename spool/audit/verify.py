@@ -176,7 +176,7 @@ class _Rows:
     def _lint(self, place: _Place, rows: Array, first: int, steps: Sequence[str]) -> None:
         spec = place.stream.fields[place.array.name]
         for found in experts.lint(rows, spec, position=first):
-            self._findings.add(self._finding(place, "lint", found.message), steps)
+            self._findings.add(self._finding(place, "lint", found.message), steps, group=found.kind)
 
     def _report(self, place: _Place, text: str, steps: Sequence[str]) -> None:
         found = self._finding(place, "integrity", text)

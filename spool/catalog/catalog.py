@@ -216,7 +216,7 @@ class Catalog:
 
     def with_late(self, ref: SegmentRef) -> SegmentRef:
         """Return a segment's reference with the late facts and arrays that are known now."""
-        target = f"{ref.view}/{ref.index}"
+        target = ref.key
         facts = {**self.facts(ref.session_id), **self.facts(ref.session_id, target)}
         attached = [late for late in self.attachments(ref.session_id) if late.target == target]
         return query.with_late(ref, facts, attached)

@@ -214,7 +214,7 @@ class Ingest:
         sql = f"INSERT OR REPLACE INTO segments({', '.join(names)}) VALUES({', '.join('?' * len(names))})"
         for ref in event.segments:
             facts = _segment_columns(ref)
-            key = (sid, event.view, ref.index, f"{event.view}/{ref.index}")
+            key = (sid, event.view, ref.index, ref.key)
             execute(sql, (*key, *(facts[name] for name in _SEGMENT), encode(ref)))
 
     def _discarded(self, item: Prepared, event: SessionDiscarded) -> None:

@@ -12,6 +12,7 @@ from spool.config import default_location
 from spool.errors import NotFoundError
 
 Facts = dict[str, dict[str, str]]
+Dropped = dict[str, int]
 
 
 @click.command("import")
@@ -24,14 +25,22 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
     """Record runs from a file or a directory.
 
     Forms: routing archives (.npz), ATIF, OpenAI chat (JSON, JSONL), SWE-agent .traj, nebius, tau-bench, OpenHands. The
-    spool at LOCATION is created where there is none. Importing the same again changes nothing. A run that cannot be
-    imported is reported and the others are recorded; then the exit code is 1.
+    spool at LOCATION is created where there is none. A run that cannot be imported is reported and the others are
+    recorded; then the exit code is 1. Files of a folder that hold something else than runs are ignored, and said; one
+    that SOURCE names itself is an error.
+
+    A session's id is the last part of SOURCE (links resolved) and the path inside it, with #n where a file holds many
+    runs; a file named itself counts as inside its folder. Importing the same again changes nothing, but the same data
+    by another SOURCE (a copy, a folder above or below) has other ids, and is another import.
+
+    The tokens of a routing archive after its last assistant turn belong to no step and are not recorded; stderr says of
+    which sessions, and how many.
     """
     if location is None and default_location() is None and not dry_run:
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
     if not os.path.exists(source):
         raise NotFoundError(f"there is no file or folder {source!r} to import", path=source)
-    facts = _parsed(source, form) if dry_run else _recorded(source, location, form)
+    facts, dropped = _parsed(source, form) if dry_run else _recorded(source, location, form)
     if as_json:
         write_json(facts)
     else:
@@ -40,10 +49,18 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
                 reason = why.removeprefix(where).removeprefix(":").strip()
                 say(f"{verb}: {where}: {reason if verb == 'failed' else reason.partition('; known forms')[0]}")
         write_line(", ".join(f"{len(found)} {verb}" for verb, found in facts.items()))
+    _say_dropped(dropped)
     return Exit.FAILED if facts["failed"] else Exit.OK
 
 
-def _recorded(source: str, location: str | None, form: str | None) -> Facts:
+def _say_dropped(dropped: Dropped) -> None:
+    for session, n in dropped.items():
+        say(f"dropped: {session}: {n} tokens after the last assistant turn")
+    if dropped:
+        say(f"dropped: {sum(dropped.values())} tokens of {len(dropped)} sessions are in no step")
+
+
+def _recorded(source: str, location: str | None, form: str | None) -> tuple[Facts, Dropped]:
     from spool.handle import open  # noqa: A004
     from spool.importers import import_runs, read_runs
 
@@ -51,18 +68,20 @@ def _recorded(source: str, location: str | None, form: str | None) -> Facts:
     next(read_runs(source, form=form), None)
     with open(location) as sp:
         report = import_runs(source, sp, form=form)
-    return {
+    facts = {
         "imported": dict.fromkeys(report.imported, ""),
         "unchanged": dict.fromkeys(report.unchanged, ""),
         "failed": {failure.where: str(failure.error) for failure in report.failed},
         "ignored": {found.where: found.reason for found in report.ignored},
     }
+    return facts, report.dropped
 
 
-def _parsed(source: str, form: str | None) -> Facts:
+def _parsed(source: str, form: str | None) -> tuple[Facts, Dropped]:
     from spool.importers import Failure, Ignored, read_runs
 
     facts: Facts = {"parsed": {}, "failed": {}, "ignored": {}}
+    dropped: Dropped = {}
     for found in read_runs(source, form=form):
         if isinstance(found, Failure):
             facts["failed"][found.where] = str(found.error)
@@ -70,4 +89,6 @@ def _parsed(source: str, form: str | None) -> Facts:
             facts["ignored"][found.where] = found.reason
         else:
             facts["parsed"][found.session_id] = f"{len(found.steps)} steps"
-    return facts
+            if found.n_tokens_dropped:
+                dropped[found.session_id] = found.n_tokens_dropped
+    return facts, dropped

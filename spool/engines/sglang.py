@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from spool.engines.choices import choice_logprobs, choice_token_ids, no_token_ids, pick_choice
+from spool.engines.choices import check_count, choice_generated, matched, no_token_ids, pick_choice, usage_count
 from spool.engines.step import (
     EngineStep,
     Json,
@@ -20,7 +20,7 @@ from spool.engines.step import (
 from spool.errors import PayloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from spool.model.moe import MoEShape
 
@@ -40,6 +40,11 @@ def from_sglang(
     and nested lists. A server may ignore the start it was asked for, so the number of rows is not judged here but by
     `Session.append`, which knows the tokens.
 
+    What was generated may be told thrice: ``output_ids``, ``output_token_logprobs`` and ``completion_tokens``. SGLang
+    counts the token that ended the generation in all of them, so all that are there must agree, for an aborted request,
+    too; ids that come without logprobs (or with an empty list of them) are a response without logprobs. One piece of a
+    stream is not a response: join the pieces first.
+
     Args:
         response: of ``/generate``, ``/v1/completions`` or ``/v1/chat/completions``, or its JSON text.
         prompt_token_ids: what was sent as input; needed unless the request or the response holds it.
@@ -49,7 +54,8 @@ def from_sglang(
         choice: which of the choices of an OpenAI-compatible response.
 
     Raises:
-        PayloadError: a part of the response is malformed; says what was expected and what came.
+        PayloadError: a part of the response is malformed, or two of them tell of other tokens; says what was expected
+            and what came. Or the server sent an error instead of a response.
         InputError: token ids are nowhere to be found, or the response is not one.
     """
     body, asked = as_response(response), mapping(request)
@@ -57,7 +63,9 @@ def from_sglang(
     meta, extra = mapping(part.get("meta_info")), mapping(first_given(part.get("sglext"), body.get("sglext")))
     outer = mapping(body.get("metadata"))
     finish_reason, finish_message = reason(first_given(meta.get("finish_reason"), part.get("finish_reason")))
-    generated, logprobs = _generated(part, meta, extra, finish_reason)
+    generated, logprobs = _generated(part, meta, _listed(part, extra, choice), finish_reason)
+    check_count(generated, meta.get("completion_tokens"), said_as="meta_info.completion_tokens")
+    check_count(generated, usage_count(body), said_as="usage.completion_tokens")
     return make_step(
         prompt=first_given(prompt_token_ids, asked.get("input_ids"), _prompt(body, meta, extra)),
         response=generated,
@@ -77,36 +85,31 @@ def _first_of(key: str, *places: Mapping[str, Any]) -> Json:
 
 
 def _generated(
-    part: Mapping[str, Any], meta: Mapping[str, Any], extra: Mapping[str, Any], finish_reason: str | None
-) -> tuple[Sequence[int], Sequence[float] | None]:
-    """Return the generated ids and their logprobs; scored ids win over ``output_ids``, maybe without stop token."""
-    listed = first_given(part.get("output_ids"), next(iter(extra.get("output_ids") or ()), None))
+    part: Mapping[str, Any], meta: Mapping[str, Any], listed: Json, finish_reason: str | None
+) -> tuple[Json, list[Any] | None]:
+    """Return the generated ids and their logprobs; where both are sent they must be of the same tokens."""
     entries = meta.get("output_token_logprobs")
-    if entries is None and "logprobs" in part:
-        ids = first_given(choice_token_ids(part), listed)
-        logprobs: Sequence[float] | None = choice_logprobs(part)
-    elif entries is None:
-        ids, logprobs = listed, None
+    if entries is None:
+        ids, logprobs = choice_generated(part, listed)
     else:
-        ids, logprobs = (column(entries, index, what="output_token_logprobs") for index in (1, 0))
-        if listed is not None:
-            _check_same(listed, ids)
+        scored, values = (column(entries, index, what="output_token_logprobs") for index in (1, 0))
+        ids, logprobs = matched(listed, scored, values, listed_as="output_ids", scored_as="output_token_logprobs")
     if ids is None:
-        if finish_reason != "abort" and meta.get("completion_tokens") != 0:
+        if logprobs or (finish_reason != "abort" and meta.get("completion_tokens") != 0):
             raise no_token_ids("SGLang", "ask for them with return_logprob=True")
         ids = ()
     return ids, logprobs
 
 
-def _check_same(listed: Sequence[int], scored: Sequence[int]) -> None:
-    n = min(len(listed), len(scored))
-    if list(listed[:n]) != list(scored[:n]):
-        token = next(i for i in range(n) if listed[i] != scored[i])
+def _listed(part: Mapping[str, Any], extra: Mapping[str, Any], choice: int) -> Json:
+    """Return the ids listed outside of the logprobs; ``sglext`` has a list of them, one a choice."""
+    lists = extra.get("output_ids") or [None]
+    try:
+        return first_given(part.get("output_ids"), lists[choice if len(lists) > 1 else 0])
+    except (IndexError, KeyError, TypeError) as error:
         raise PayloadError(
-            f"output_ids and output_token_logprobs disagree at generated token {token}: "
-            f"{listed[token]} and {scored[token]}",
-            field="response_token_ids", token=token,
-        )  # fmt: skip
+            f"sglext.output_ids has no list of ids for choice {choice}", field="response_token_ids"
+        ) from error
 
 
 def _prompt(body: Mapping[str, Any], meta: Mapping[str, Any], extra: Mapping[str, Any]) -> Json:

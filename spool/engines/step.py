@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from spool.engines.wires import decode_routing
 from spool.errors import InputError, PayloadError
 from spool.formats.arrays import as_floats, as_token_ids
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from spool.model.moe import MoEShape
+from spool.model.moe import MoEShape
 
 Response: TypeAlias = Mapping[str, Any] | str | bytes
 Json: TypeAlias = Any
 """A value of parsed JSON."""
 WeightVersion: TypeAlias = str | tuple[tuple[str, int, int], ...]
+
+_QUOTED = 300  # characters of what is no response that an error shows
 
 
 class EngineStep(Struct, frozen=True, kw_only=True, eq=False):
@@ -117,7 +116,8 @@ def as_response(response: Response) -> Mapping[str, Any]:
     """Return a response as a mapping; JSON text is parsed, base64 stays one string.
 
     Raises:
-        InputError: it is neither a mapping nor JSON text of one.
+        InputError: it is neither a mapping nor JSON text of one; quotes how it begins.
+        PayloadError: it is what a server says instead of a response; quotes that.
     """
     value: Any = response
     if isinstance(response, (str, bytes)):
@@ -128,12 +128,32 @@ def as_response(response: Response) -> Mapping[str, Any]:
             try:
                 value = json.loads(response)
             except ValueError as error:
-                raise InputError(f"the response is not JSON: {error}") from error
+                head = response[:_QUOTED]
+                shown = head.decode("utf-8", "replace") if isinstance(head, bytes) else head
+                raise InputError(f"the response is not JSON ({error}); it begins {shown!r}", got=shown) from error
     if isinstance(value, Sequence):
         raise InputError(f"got a list of {len(value)} responses; pass one of them at a time")
     if not isinstance(value, Mapping):
         raise InputError(f"a response is a mapping or its JSON text, got {type(value).__name__}")
+    said = _server_error(value)
+    if said is not None:
+        raise PayloadError(f"the server sent an error instead of a response: {said}", field="error", got=said)
     return value
+
+
+def _server_error(body: Mapping[str, Any]) -> str | None:
+    """Return the error that a body is, whichever way a server or proxy words it; None where it is a response."""
+    if body.get("choices") or body.get("meta_info"):
+        return None
+    error = body.get("error") or next((body[key] for key in ("message", "detail") if _is_words(body.get(key))), None)
+    if isinstance(error, Mapping):
+        error = error.get("message") or error
+    return None if not error else str(error)[:_QUOTED]
+
+
+def _is_words(value: object) -> bool:
+    # the message of a choice is an object, and the details of a refused request are a list of them
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
 
 
 def mapping(value: object) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spool.engines.choices import choice_logprobs, choice_token_ids, no_token_ids, pick_choice
+from spool.engines.choices import check_count, choice_generated, no_token_ids, pick_choice, usage_count
 from spool.engines.step import EngineStep, Json, Response, as_response, first_given, make_step, mapping, reason, version
 from spool.engines.wires import decode_routing
 from spool.errors import PayloadError
@@ -34,6 +34,9 @@ def from_vllm(
     prompt's rows (``prompt_routed_experts``, -1 where they came from the cache) apart from the generated ones, whose
     first row is that of the first generated token: the two are put together here.
 
+    Token ids and logprobs must be of the same tokens, and as many as ``usage`` says where there is one choice; ids that
+    come without logprobs (or with an empty list of them) are a response without logprobs.
+
     Args:
         response: of any of the endpoints, or its JSON text; ask for ``return_token_ids`` and ``logprobs``.
         prompt_token_ids: what was sent as input, where neither request nor response holds it.
@@ -43,17 +46,19 @@ def from_vllm(
         choice: which of the choices.
 
     Raises:
-        PayloadError: a part of the response is malformed; says what was expected and what came.
+        PayloadError: a part of the response is malformed, or two of them tell of other tokens; says what was expected
+            and what came. Or the server sent an error instead of a response.
         InputError: token ids are nowhere to be found, or the response is not one.
     """
     body, asked = as_response(response), mapping(request)
     part = pick_choice(body, choice) if "choices" in body else body
     finish_reason, _ = reason(part.get("finish_reason"))
-    ids = choice_token_ids(part)
+    ids, logprobs = choice_generated(part)
     if ids is None:
-        if finish_reason != "abort":
+        if logprobs or finish_reason != "abort":
             raise no_token_ids("vLLM", "ask for them with return_token_ids=True")
         ids = ()
+    check_count(ids, usage_count(body), said_as="usage.completion_tokens")
     prompt = first_given(prompt_token_ids, _sent_ids(asked), part.get("prompt_token_ids"), body.get("prompt_token_ids"))
     start = routed_experts_start or asked.get("routed_experts_prompt_start") or 0
     routing: Json = first_given(part.get("routed_experts"), mapping(part.get("message")).get("routed_experts"))
@@ -68,7 +73,7 @@ def from_vllm(
     return make_step(
         prompt=prompt,
         response=ids,
-        logprobs=choice_logprobs(part),
+        logprobs=logprobs,
         routing=routing,
         routing_dtype=None,
         start=start,

@@ -1,12 +1,6 @@
 """Wire payloads of expert routing -> arrays ``[rows, layers, topk]`` of the integer dtype they were sent in.
 
-==============================================  ==========================================================
-``"<base64>"`` of C-order integers              SGLang; int32 unless the response names a dtype
-``"<base64>"`` of a ``.npy`` file               vLLM 0.22 and later
-``[[[id, ...], ...], ...]``                     older SGLang and vLLM 0.21; also arrays inside one process
-``{"data", "shape", "dtype", "start"}``         prime-rl and Dynamo
-``"nrlre1:<dtype>:<S>x<L>x<K>:<base64>"``       NeMo-RL
-==============================================  ==========================================================
+The forms are those of `decode_routing`.
 
 A payload is decoded into one buffer of its decoded size, piece by piece, so that other threads get the GIL in between
 and no second copy of it exists. Nothing is unpickled.
@@ -60,8 +54,16 @@ def decode_routing(
 ) -> Routing:
     """Decode a routing payload of any known form.
 
+    ==============================================  ==========================================================
+    ``"<base64>"`` of C-order integers              SGLang; int32 unless the response names a dtype
+    ``"<base64>"`` of a ``.npy`` file               vLLM 0.22 and later
+    ``[[[id, ...], ...], ...]``                     older SGLang and vLLM 0.21; also arrays inside one process
+    ``{"data", "shape", "dtype", "start"}``         prime-rl and Dynamo
+    ``"nrlre1:<dtype>:<S>x<L>x<K>:<base64>"``       NeMo-RL
+    ==============================================  ==========================================================
+
     Args:
-        payload: see the table above.
+        payload: in one of these forms.
         experts: the model's shape; needed where the payload carries none, checked against where it does.
         dtype: of a bare base64 payload, as the response names it; None: a ``.npy`` file or int32.
         what: names the payload in errors.

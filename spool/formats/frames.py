@@ -32,14 +32,17 @@ _decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def encode_event(event: Event) -> bytes:
-    """Return the event as a payload.
+    """Return the event as a payload, which was read back once: a log holds nothing that a reader would refuse.
 
     Raises:
-        InputError: it holds what msgpack cannot say (text with a lone surrogate, an object, a huge integer).
+        InputError: it holds what msgpack cannot say (text with a lone surrogate, an object, a huge integer), or what
+            its struct does not allow.
     """
     try:
-        return _encoder.encode(event)
-    except (TypeError, ValueError, OverflowError) as error:
+        payload = _encoder.encode(event)
+        _decoder.decode(payload)
+        return payload
+    except (TypeError, ValueError, OverflowError, msgspec.ValidationError) as error:
         raise InputError(f"{type(event).__name__} cannot be recorded: {error}; pass JSON-able facts") from error
 
 

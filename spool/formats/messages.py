@@ -13,6 +13,9 @@ from typing import Any
 
 from spool.errors import InputError
 
+MAX_DEPTH = 200
+"""How deep messages may be nested: readers of JSON recurse."""
+
 _PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -25,17 +28,20 @@ def encode_message(message: object, *, what: str) -> bytes:
     Raises:
         InputError: the message cannot be JSON, or JSON would change it (a mapping's key that is not a string).
     """
-    if not _keys_are_strings(message):
-        raise InputError(f"{what} has a mapping key that is not a string; JSON would turn it into one")
+    plain: str | None = None
     try:
         text = json.dumps(message, separators=(",", ":"), default=_dump)
         if _PAIR.search(text):
             plain = json.dumps(message, separators=(",", ":"), default=_dump, ensure_ascii=False)
-            if _SURROGATE.search(plain):
-                return plain.encode("utf-8", "surrogatepass")
+            plain = plain if _SURROGATE.search(plain) else None
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{what} cannot be stored as JSON: {error}; pass dicts, lists, strings and numbers") from error
-    return text.encode("ascii")
+    if not _is_plain(message):
+        raise InputError(
+            f"{what} has a mapping key that is not a string, which JSON would turn into one, or is nested more than "
+            f"{MAX_DEPTH} deep"
+        )
+    return (text if plain is None else plain).encode("utf-8", "surrogatepass")
 
 
 def _dump(value: object) -> object:
@@ -47,16 +53,22 @@ def _dump(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _keys_are_strings(value: object) -> bool:
-    pending: list[object] = [value]
+def _is_plain(value: object) -> bool:
+    """Whether all keys are strings and nesting is moderate; ``value`` has no cycles."""
+    pending: list[tuple[object, int]] = [(value, 0)]
     while pending:
-        item = pending.pop()
+        item, depth = pending.pop()
         if isinstance(item, dict):
             if not all(isinstance(key, str) for key in item):
                 return False
-            pending.extend(item.values())
+            inner: Iterable[object] = item.values()
         elif isinstance(item, list | tuple):
-            pending.extend(item)
+            inner = item
+        else:
+            continue
+        if depth == MAX_DEPTH:
+            return False
+        pending.extend((part, depth + 1) for part in inner)
     return True
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from spool.engines.step import EngineStep, Json
 from spool.errors import InputError, SpoolError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from spool.model.moe import MoEShape
-    from spool.model.outcome import Outcome
+from spool.model.moe import MoEShape
+from spool.model.outcome import Outcome
 
 
 class Origin(Struct, frozen=True):
@@ -61,6 +58,7 @@ class ImportedRun(Struct, frozen=True, kw_only=True, eq=False):
         facts: what to filter by later; ``exit_status`` as it was, among others.
         experts: routing shape, where the run has routing.
         metadata: all else that the record holds.
+        n_tokens_dropped: tokens of the record that are in no step.
     """
 
     session_id: str
@@ -73,6 +71,7 @@ class ImportedRun(Struct, frozen=True, kw_only=True, eq=False):
     facts: dict[str, Any] = {}
     experts: MoEShape | None = None
     metadata: dict[str, Any] = {}
+    n_tokens_dropped: int = 0
 
 
 class Failure(Struct, frozen=True):

@@ -41,7 +41,8 @@ class UnknownFormError(InputError):
     """A file or record of no known form.
 
     Attributes:
-        plain: it is a JSON object or scalar such as a configuration, which in a folder of runs is no surprise.
+        plain: it is whole, and something else than runs (a configuration, another tool's log), which in a folder of
+            runs is no surprise.
     """
 
     def __init__(self, message: str, *, plain: bool = False, **details: object) -> None:

@@ -27,7 +27,8 @@ def read_runs(path: str | os.PathLike[str], *, form: str | None = None) -> Itera
         form: one of `FORMS`, where content shall not decide.
 
     Yields:
-        Runs; failures: one bad run of many, or a file of a folder that cannot be read; and a folder's other files.
+        Runs; failures: one bad run of many, or a file of a folder that is damaged or cannot be read; and the files of a
+        folder that hold something else than runs, whatever it is.
 
     Raises:
         NotFoundError: there is no such file.
@@ -140,7 +141,9 @@ def _from_document(document: Json, origin: Origin, form: str | None) -> Iterator
         raise UnknownFormError(f"{origin.session_id} is not a run, but {keys}", plain=True, where=origin.session_id)
     if form is None and not any(form_of(item) for item in document):
         kind = type(document[0]).__name__ if document else "nothing"
-        raise UnknownFormError(f"{origin.session_id} is a list of {kind}, none of them a run", where=origin.session_id)
+        raise UnknownFormError(
+            f"{origin.session_id} is a list of {kind}, none of them a run", plain=True, where=origin.session_id
+        )
     for item, record in enumerate(document):
         yield _one(record, _item(origin, item), form)
 
@@ -148,6 +151,24 @@ def _from_document(document: Json, origin: Origin, form: str | None) -> Iterator
 def _from_lines(
     lines: Iterator[tuple[int, bytes]], origin: Origin, form: str | None
 ) -> Iterator[ImportedRun | Failure]:
+    strange: list[Failure] = []
+    known = False
+    for found in _each_line(lines, origin, form):
+        if not known and isinstance(found, Failure) and isinstance(found.error, UnknownFormError):
+            strange.append(found)
+            continue
+        if not known:
+            known = True
+            yield from strange
+        yield found
+    if strange and not known:
+        raise UnknownFormError(
+            f"{origin.session_id} is {len(strange)} lines of JSON, none of them a run",
+            plain=True, where=origin.session_id,
+        )  # fmt: skip
+
+
+def _each_line(lines: Iterator[tuple[int, bytes]], origin: Origin, form: str | None) -> Iterator[ImportedRun | Failure]:
     for item, (number, line) in enumerate(lines):
         one = _item(origin, item)
         try:

@@ -33,12 +33,15 @@ class ImportReport(Struct, frozen=True):
         unchanged: ids of those that an earlier import had recorded with equal content.
         failed: runs and files that were not imported, and why.
         ignored: files of the folder that hold no runs.
+        dropped: of the sessions in ``imported`` and ``unchanged``, how many tokens of the record are in no step, where
+            there are any.
     """
 
     imported: tuple[str, ...]
     unchanged: tuple[str, ...]
     failed: tuple[Failure, ...]
     ignored: tuple[Ignored, ...]
+    dropped: dict[str, int] = {}
 
 
 def import_runs(
@@ -68,6 +71,7 @@ def import_runs(
     unchanged: list[str] = []
     failed: list[Failure] = []
     ignored: list[Ignored] = []
+    dropped: dict[str, int] = {}
     for found in read_runs(path, form=form):
         problem = found if isinstance(found, Failure) else None
         if isinstance(found, Ignored):
@@ -75,13 +79,15 @@ def import_runs(
         elif isinstance(found, ImportedRun):
             try:
                 (imported if record_run(found, sp) else unchanged).append(found.session_id)
+                if found.n_tokens_dropped:
+                    dropped[found.session_id] = found.n_tokens_dropped
             except InputError as error:
                 problem = Failure(found.session_id, error)
         if problem is not None:
             failed.append(problem)
             if on_error is not None:
                 on_error(problem)
-    return ImportReport(tuple(imported), tuple(unchanged), tuple(failed), tuple(ignored))
+    return ImportReport(tuple(imported), tuple(unchanged), tuple(failed), tuple(ignored), dropped)
 
 
 def record_run(run: ImportedRun, sp: Spool) -> bool:

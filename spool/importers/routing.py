@@ -38,7 +38,7 @@ def parse_routing(path: str, origin: Origin) -> ImportedRun:
 
     A step's prompt is all tokens before the content, so each extends the one before it by the marks and turns between;
     it brings the forward rows that the steps before it did not bring. Tokens behind the last assistant turn belong to
-    no step; the metadata counts them as ``n_tokens_dropped``.
+    no step; ``n_tokens_dropped`` counts them, in the metadata, too.
 
     The model's shape comes from ``<folder>.config.json`` beside the file's folder or ``config.json`` in it, else from
     the folder's name (``..._12L_256E``), else, with a warning, from the largest id.
@@ -70,6 +70,7 @@ def parse_routing(path: str, origin: Origin) -> ImportedRun:
     roles, ends = arrays["turn_role"], arrays.get("turn_end")
     cut = ends is not None and len(ends) and roles[-1] == "assistant" and ends[-1] == arrays["turn_content_end"][-1]
     facts = {name: array.item() for name, array in arrays.items() if name not in _ROWS and array.ndim == 0}
+    dropped = len(tokens) - known
     return ImportedRun(
         session_id=origin.session_id,
         source=ROUTING,
@@ -77,7 +78,8 @@ def parse_routing(path: str, origin: Origin) -> ImportedRun:
         outcome="truncated" if cut else "completed",
         facts=given(recorded_from=facts.pop("source", None)),
         experts=experts,
-        metadata={**facts, "experts_from": experts_from, "n_tokens_dropped": len(tokens) - known},
+        metadata={**facts, "experts_from": experts_from, "n_tokens_dropped": dropped},
+        n_tokens_dropped=dropped,
     )
 
 

@@ -117,7 +117,7 @@ class SessionDiscarded(Struct, frozen=True, array_like=True, tag="discard"):
 
 
 class Annotated(Struct, frozen=True, array_like=True, tag="note"):
-    """Late facts about a session (``segment`` None) or one of its segments (``view/index``); the last wins."""
+    """Late facts about a session (``segment`` None) or one of its segments (`SegmentRef.key`); the last wins."""
 
     session_id: str
     at: float
@@ -126,7 +126,7 @@ class Annotated(Struct, frozen=True, array_like=True, tag="note"):
 
 
 class Attached(Struct, frozen=True, array_like=True, tag="attach"):
-    """A late array for a segment (``view/index``) or a step (``:index``)."""
+    """A late array for a segment or a step, by its ``key``."""
 
     session_id: str
     at: float
@@ -136,7 +136,7 @@ class Attached(Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Released(Struct, frozen=True, array_like=True, tag="release"):
-    """Segments (``view/index``) of a session are consumed, under a checkpoint tag or for good."""
+    """Segments of a session, by their ``key``, are consumed, under a checkpoint tag or for good."""
 
     session_id: str
     at: float

@@ -79,6 +79,9 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
                 field=self.name,
             )
         self._check_dtype()
+        whole = [n for n in (self.bound, self.num_layers, self.missing, *self.shape) if n is not None]
+        if any(isinstance(n, bool) or not isinstance(n, int) for n in whole) or not isinstance(self.ragged, bool):
+            raise ConfigError(f"field {self.name!r}: shape, bound, num_layers and missing are integers, ragged a bool")
         if any(n < 1 for n in self.shape):
             raise ConfigError(f"field {self.name!r}: every inner dimension must be at least 1, got {self.shape}")
         if self.num_layers is not None:
@@ -87,6 +90,12 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
                 raise ConfigError(f"field {self.name!r}: axis 0 of {self.shape} must be its {stored} stored layers")
         elif self.layers is not None:
             raise ConfigError(f"field {self.name!r}: layers= needs num_layers=")
+        if self.num_layers is not None and self.layers is not None:
+            layers = list(self.layers)
+            if not layers or layers != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.num_layers:
+                raise ConfigError(
+                    f"field {self.name!r}: layers must be ascending, in [0, {self.num_layers}), got {self.layers}"
+                )
 
         if self.align not in get_args(Align):
             raise ConfigError(
@@ -94,11 +103,15 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
             )
 
     def _check_dtype(self) -> None:
-        for name in (self.dtype, self.train_dtype):
-            if name is not None and name not in DTYPES:
+        for name in (self.dtype, *(() if self.train_dtype is None else (self.train_dtype,))):
+            if name not in DTYPES:
                 raise ConfigError(
                     f"field {self.name!r}: {name!r} is not one of the dtypes {', '.join(DTYPES)}", field=self.name
                 )
+        if self.train_dtype is not None and not self._widens(self.train_dtype):
+            raise ConfigError(
+                f"field {self.name!r}: train_dtype={self.train_dtype} does not hold every {self.dtype}", field=self.name
+            )
         if self.missing is not None and (self.missing >= 0 or numpy_dtype(self.dtype).kind != "i"):
             raise ConfigError(
                 f"field {self.name!r}: missing={self.missing} must be negative, and {self.dtype} signed",
@@ -108,6 +121,13 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
             kind = numpy_dtype(self.dtype).kind
             if kind not in "iu" or self.bound < 1 or self.bound - 1 > np.iinfo(self.dtype).max:
                 raise ConfigError(f"field {self.name!r}: ids below {self.bound} do not fit dtype {self.dtype}")
+
+    def _widens(self, train: str) -> bool:
+        """Whether ``train`` holds all values of the field: those of its dtype, or below its bound."""
+        if numpy_dtype(self.dtype).kind in "iu" and numpy_dtype(train).kind in "iu" and self.bound is not None:
+            limits = np.iinfo(train)
+            return self.bound - 1 <= limits.max and (self.missing or 0) >= limits.min
+        return np.can_cast(numpy_dtype(self.dtype), numpy_dtype(train), "safe")
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:

@@ -173,6 +173,11 @@ class StepRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="step"):
     parent: int | None = None
 
     @property
+    def key(self) -> str:
+        """What late facts of the step are filed under, inside its session."""
+        return f":{self.index}"
+
+    @property
     def id(self) -> str:
         """``SESSION:INDEX``, as the command line takes it."""
         return f"{self.session_id}:{self.index}"
@@ -202,6 +207,14 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
     facts: dict[str, Any] = {}
     cut_tokens: int = 0
     superseded: bool = False
+
+    @property
+    def key(self) -> str:
+        """What late facts of the segment are filed under, inside its session: its view, last step and tokens.
+
+        Not its index, which depends on the options of the view and on the steps there were.
+        """
+        return f"{self.view}:{self.steps[-1] if self.steps else ''}:{self.n_tokens}"
 
     @property
     def id(self) -> str:

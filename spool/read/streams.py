@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from spool.model.refs import Extent
 
 Dtype = np.dtype[Any]
+
+_STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class Source:
@@ -55,7 +58,7 @@ class Source:
         """
         pack, first = divmod(extent.row - extent.before, self.shard_rows)
         n_rows = extent.before + extent.n + extent.after
-        if first + n_rows > self.shard_rows:
+        if first + n_rows > self.shard_rows or min(extent.before, extent.n, extent.after, pack) < 0:
             raise IntegrityError(
                 f"{n_rows} rows of {self.name} at row {extent.row - extent.before} of stream {self.stream} would cross "
                 f"a shard of {self.shard_rows} rows; the reference is damaged, take it from the catalog again",
@@ -112,6 +115,8 @@ class Streams:
         """Return the fields of a stream by name."""
         known = self._streams.get(stream)
         if known is None:
+            if not _STREAM.fullmatch(stream):
+                raise IntegrityError(f"{stream!r} names no stream; the reference is damaged", stream=stream)
             schema, layout = parse_group(self._read(f"streams/{stream}/zarr.json"))
             known = self._streams[stream] = _views(stream, schema, layout)
         return known

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from spool.errors import InputError
+from spool.model.fields import FieldSpec
+from spool.model.refs import Extent, Unit
 from spool.rollout.coverage import (
     EMPTY,
     Cover,
@@ -18,12 +21,6 @@ from spool.rollout.coverage import (
     subtract,
     subtract_ranges,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from spool.model.fields import FieldSpec
-    from spool.model.refs import Extent, Unit
 
 
 class AppendPlan(Struct, frozen=True):

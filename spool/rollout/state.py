@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spool.errors import IntegrityError, SessionStateError, StepConflictError
 from spool.model.events import (
+    Event,
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
+    Single,
     StepCommitted,
     StepDiscarded,
     Transaction,
 )
-from spool.model.refs import Span, StepRef
+from spool.model.fields import FieldSpec
+from spool.model.refs import Extent, Span, StepRef, Unit
 from spool.rollout.chains import ROOT, Chain, Chains
 from spool.rollout.coverage import EMPTY, Range, arrays, cover
 from spool.rollout.plan import AppendPlan, Lengths, plan_fields, shared_arrays
 from spool.rollout.prefix import Digests
 from spool.rollout.rows import check_units, forward_rows, row_at
 from spool.rollout.tree import StepTree
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-
-    from numpy.typing import NDArray
-
-    from spool.model.events import Event, Single
-    from spool.model.fields import FieldSpec
-    from spool.model.refs import Extent, Unit
 
 __all__ = ["AppendPlan", "Chain", "Range", "SessionState"]
 
