@@ -174,7 +174,6 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         PayloadError: an array does not fit; names field, step, token, layer and value.
         InputError: another argument does not fit.
     """
-    _check_plain(step, what)
     prompt = _token_ids(step.prompt_token_ids, f"prompt_token_ids of {what}")
     response = _token_ids(step.response_token_ids, f"response_token_ids of {what}")
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
@@ -214,7 +213,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
     )
 
 
-def _check_plain(step: StepInput, what: str) -> None:
+def check_plain(step: StepInput, what: str) -> None:
     """Refuse arguments that are not of their types, which a record could not hold."""
     for name in ("finish_reason", "step_id"):
         value = getattr(step, name)

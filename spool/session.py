@@ -16,7 +16,7 @@ import msgspec
 from spool.errors import InputError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
-from spool.intake import Intake, StepInput, check_ragged, content_key, json_facts, take
+from spool.intake import Intake, StepInput, check_plain, check_ragged, content_key, json_facts, take
 from spool.model.events import (
     SessionDiscarded,
     SessionFinalized,
@@ -140,6 +140,7 @@ class Session:
             self._used_at = time.monotonic()
             name = state.next_index if step.step_id is None else repr(step.step_id)
             what = f"step {name} of session {self.session_id!r}"
+            check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
             signature = b"" if step.step_id is None else intake.signature(step.finish_reason)

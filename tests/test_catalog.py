@@ -303,7 +303,7 @@ def test_every_column_can_be_filtered_on(catalog):
     for name in history_columns():
         list(catalog.sessions(f"{name} is null or {name} is not null"))
     assert ids(catalog.segments("first_version = 9 and last_version > 9 and last_version < 100")) == ["u"]
-    assert ids(catalog.segments("index = 0 and count = 1 and not superseded and n_steps = 0 and view = 'lineage'")) == [
+    assert ids(catalog.segments("index = 0 and count = 1 and not superseded and n_steps = 1 and view = 'lineage'")) == [
         "u"
     ]
     assert ids(catalog.segments("response_length = 5 and trainable_tokens = 5 and group_id = 'g'")) == ["u"]

@@ -135,3 +135,151 @@ def test_a_write_that_can_never_fit_does_not_wait(open_spool):
     with pytest.raises(spool.CapacityError) as caught:
         session.append(prompt_token_ids=np.arange(60_000), response_token_ids=[1], routed_experts=rows)
     assert caught.value.details["need"] > caught.value.details["limit"]
+
+
+POISON = [
+    {"finish_reason": {"type": "stop"}}, {"finish_reason": 5}, {"step_id": 7}, {"step_id": b"x"}, {"parent": True},
+    {"metadata": 5}, {"metadata": {1: 2}}, {"fields": 5}, {"routed_experts_start": "0"}, {"weight_version": [("a", 0)]},
+    {"weight_version": [(None, 0, 1)]}, {"weight_version": [("a", 0.5, 1)]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", POISON)
+def test_what_a_record_cannot_hold_never_reaches_it(sp, spool_uri, arguments):
+    session = sp.session("s")
+    with pytest.raises(InputError):
+        add(session, **arguments)
+    add(session)
+    session.finalize()
+    sp.annotate("s", reward=1.0)
+    with spool.open(spool_uri) as other:
+        assert [ref.reward for ref in other.segments()] == [1.0]
+        assert other.rebuild()["n_steps"] == 1
+
+
+@pytest.mark.parametrize("arguments", [{"trim": True}, {"idle_s": "x"}, {"metadata": {1: 2}}, {"attempt": 1.5}])
+def test_what_an_opening_cannot_hold_never_reaches_it(sp, arguments):
+    with pytest.raises(InputError):
+        sp.session("s", **arguments)
+    assert add(sp.session("s")).n_tokens == 3
+
+
+def test_messages_with_cycles_or_without_bottom_are_refused(sp):
+    cycle: list = []
+    cycle.append(cycle)
+    deep = {"role": "user", "content": []}
+    inner = deep["content"]
+    for _ in range(300):
+        inner.append([])
+        inner = inner[0]
+    for content in ({"role": "user", "content": cycle}, deep):
+        with pytest.raises(InputError, match="message 0"):
+            add(sp.session("s"), messages=[content])
+    assert add(sp.session("s")).index == 0
+
+
+def test_a_step_of_another_session_is_no_parent_and_cannot_be_withdrawn(sp):
+    first, second = sp.session("a"), sp.session("b")
+    step = add(first)
+    add(second)
+    with pytest.raises(InputError, match="another session"):
+        second.discard(step)
+    with pytest.raises(InputError, match="another session"):
+        second.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4], parent=step)
+    assert len(second.steps) == 1
+
+
+def test_late_arrays_and_facts_stay_with_the_tokens_they_were_made_for(sp):
+    session = sp.session("s")
+    session.append(prompt_token_ids=[1, 2], response_token_ids=[3])
+    session.append(prompt_token_ids=[1, 2], response_token_ids=[4, 5])
+    dropped, _ = session.view(superseded="keep")
+    sp.attach(dropped, teacher=np.arange(1, dtype=np.float32), align="response")
+    sp.annotate("s", segment=dropped, reward=9.0)
+    (kept,) = session.finalize()
+    assert kept.steps == (1,)
+    with pytest.raises(NotFoundError, match="teacher"):
+        sp.read(kept, fields=["teacher"])
+    assert next(sp.segments()).reward is None
+    assert sp.read(dropped, fields=["teacher"])["teacher"].tolist() == [0.0]
+
+
+def test_late_arrays_have_the_length_of_what_they_belong_to(open_spool):
+    spec = spool.FieldSpec(name="teacher", dtype="float32", align="response")
+    sp = open_spool(fields=[spec])
+    session = sp.session("s")
+    session.append(prompt_token_ids=[1, 2], response_token_ids=[3, 4, 5], logprobs=[0.0] * 3)
+    (ref,) = session.finalize()
+    for rows, more in ((2, {}), (5, {}), (100, {}), (3, {"align": "token"}), (3, {"align": "zz"})):
+        with pytest.raises(InputError):
+            sp.attach(ref, teacher=np.zeros(rows, np.float32), **more)
+    with pytest.raises(InputError, match="already"):
+        sp.attach(ref, logprobs=np.zeros(3, np.float32))
+    sp.attach(ref, teacher=np.arange(3, dtype=np.float32))
+    assert sp.read(ref, fields=["teacher"])["teacher"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("stream", ["../../other/streams/20260101T000000-00000000", "/etc", ".new-x", "a\0b", ""])
+def test_a_stream_in_a_reference_cannot_lead_out_of_the_root(sp, stream):
+    import msgspec
+
+    step = add(sp.session("s"))
+    moved = {
+        name: tuple(msgspec.structs.replace(e, stream=stream) for e in found) for name, found in step.extents.items()
+    }
+    with pytest.raises(spool.IntegrityError, match="stream"):
+        sp.read(msgspec.structs.replace(step, extents=moved))
+
+
+@pytest.mark.parametrize("change", [{"n": -1}, {"before": -5}, {"after": -(2**40)}, {"row": -1}, {"n": 2**40}])
+def test_a_reference_with_impossible_rows_is_refused(sp, change):
+    import msgspec
+
+    step = add(sp.session("s"))
+    changed = {name: tuple(msgspec.structs.replace(e, **change) for e in found) for name, found in step.extents.items()}
+    with pytest.raises(spool.SpoolError):
+        sp.read(msgspec.structs.replace(step, extents=changed))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"dtype": "int16", "train_dtype": "int8"}, {"dtype": "int32", "train_dtype": "uint8"},
+        {"dtype": "float32", "train_dtype": "int32"}, {"shape": (2,), "num_layers": 3, "layers": (1, 0)},
+        {"shape": (1,), "num_layers": 3, "layers": (5,)}, {"shape": (1,), "num_layers": 3, "layers": (-1,)},
+        {"shape": (2,), "num_layers": 3, "layers": (0, 0)}, {"bound": 1.5}, {"ragged": None}, {"dtype": None},
+        {"missing": -1.5}, {"shape": (True,)},
+    ],
+)  # fmt: skip
+def test_field_specs_that_would_change_data_are_refused(spec):
+    with pytest.raises(ConfigError):
+        spool.FieldSpec(**{"name": "f", "dtype": "int8", "align": "token", **spec})
+
+
+def test_layers_of_a_token_field_may_be_sent_all_or_stored(sp):
+    spec = spool.FieldSpec(name="load", dtype="int8", align="token", shape=(2, 3), num_layers=4, layers=(1, 3))
+    every = np.zeros((3, 4, 3), np.int8)
+    every[:, (1, 3)] = np.arange(18, dtype=np.int8).reshape(3, 2, 3)
+    for number, sent in enumerate((every, every[:, (1, 3)])):
+        step = add(sp.session(f"s{number}", fields=[spec]), fields={"load": sent})
+        assert (sp.read(step)["load"] == every).all()
+
+
+def test_versions_of_chunks_follow_rows_not_the_order_they_are_listed_in(sp):
+    def versions(session_id, chunks, n_response, units=()):
+        step = sp.session(session_id, experts=SHAPE).append(
+            prompt_token_ids=[1, 2, 3], response_token_ids=list(range(10, 10 + n_response)), routed_experts=chunks,
+            units=units,
+        )  # fmt: skip
+        return [(span.version, span.start, span.stop) for span in step.versions]
+
+    def chunk(start, stop, version):
+        rows = np.tile([[[1, 2], [3, 4]]], (stop - start, 1, 1))
+        return spool.Chunk(rows, start, version)
+
+    expected = [("a", 3, 5), ("b", 5, 7)]
+    assert versions("plain", [chunk(0, 4, "a"), chunk(4, 6, "b")], 4) == expected
+    assert versions("turned", [chunk(4, 6, "b"), chunk(0, 4, "a")], 4) == expected
+    assert versions("overshoot", [chunk(0, 5, "a"), chunk(4, 6, "b")], 4) == expected
+    image = [("image", 1, 10)]
+    assert versions("units", [chunk(0, 13, "a"), chunk(13, 15, "b")], 4, image) == expected
