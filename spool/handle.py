@@ -255,7 +255,7 @@ class Spool:
 
     def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
-        check_options(options)
+        options = check_options(options)
         state = self._history.state(session_id)
         return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 

@@ -236,7 +236,7 @@ class Session:
 
     def view(self, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of the steps so far; see `finalize` for the options."""
-        check_options(options)
+        options = check_options(options)
         with self._record.owned():
             return segments(self._record.state(), view, **options)
 
@@ -273,7 +273,7 @@ class Session:
         self, view: View, outcome: Outcome, inline: Sequence[str], options: dict[str, Any]
     ) -> list[SegmentRef]:
         check_outcome(outcome)
-        check_options(options)
+        options = check_options(options)
         with self._record.owned():
             state = self._record.state()
             final = state.finalized

@@ -49,7 +49,7 @@ class Held:
         self.over = False
 
 
-_current: contextvars.ContextVar[dict[int, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)
+_current: contextvars.ContextVar[dict[Owner, Held] | None] = contextvars.ContextVar("spool_transactions", default=None)
 
 
 def held_by_task(session: Owner) -> Held | None:
@@ -58,7 +58,7 @@ def held_by_task(session: Owner) -> Held | None:
     Raises:
         SessionStateError: it had one, which has ended; what this call wanted to append is not part of anything.
     """
-    held = (_current.get() or {}).get(id(session))
+    held = (_current.get() or {}).get(session)
     if held is not None and not held.open:
         raise SessionStateError(f"the transaction of session {session.session_id!r} that this task began has ended")
     return held
@@ -70,14 +70,14 @@ class TransactionBlock:
     def __init__(self, session: Owner) -> None:
         self._session = session
         self._held: Held | None = None
-        self._reset: contextvars.Token[dict[int, Held] | None] | None = None
+        self._reset: contextvars.Token[dict[Owner, Held] | None] | None = None
 
     def __enter__(self) -> None:
         self._enter(self._session.begin())
 
     def _enter(self, held: Held) -> None:
         self._held = held
-        self._reset = _current.set({**(_current.get() or {}), id(self._session): held})
+        self._reset = _current.set({**(_current.get() or {}), self._session: held})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -842,3 +842,11 @@ def test_an_unknown_file_raises_where_it_was_named(shared_data, sp):
     with pytest.raises(InputError, match="known forms"):
         import_runs(shared_data / "routing" / "tokenizer.json", sp)
     assert rows_of(sp) == {}
+
+
+def test_what_is_no_file_is_never_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    (tmp_path / "gone.json").symlink_to(tmp_path / "nowhere")
+    found = list(read_runs(tmp_path))
+    assert [(type(item).__name__, item.reason) for item in found] == [("Ignored", "not a file")] * 3

@@ -283,3 +283,9 @@ def test_versions_of_chunks_follow_rows_not_the_order_they_are_listed_in(sp):
     assert versions("overshoot", [chunk(0, 5, "a"), chunk(4, 6, "b")], 4) == expected
     image = [("image", 1, 10)]
     assert versions("units", [chunk(0, 13, "a"), chunk(13, 15, "b")], 4, image) == expected
+
+
+def test_defaults_may_be_said(sp):
+    session = sp.session("s")
+    add(session)
+    assert session.finalize() == session.finalize(train_shared_prefix="first", gaps="cut")

@@ -55,6 +55,9 @@ def _read_folder(root: str, form: str | None) -> Iterator[ImportedRun | Failure 
             if not name.lower().endswith(SUFFIXES):
                 yield Ignored(where, f"not one of {', '.join(SUFFIXES)}")
                 continue
+            if not os.path.isfile(path):  # a pipe would be waited for, a device read without end
+                yield Ignored(where, "not a file")
+                continue
             try:
                 yield from _read_file(path, Origin(where, path), form)
             except UnknownFormError as error:

@@ -33,6 +33,9 @@ class _Options(NamedTuple):
     gaps: str
 
 
+_DEFAULTS = _Options(train_shared_prefix="first", superseded="drop", trailing="cut", gaps="cut")._asdict()
+
+
 def segments(
     state: SessionState,
     view: View = "lineage",
@@ -73,8 +76,8 @@ def segments(
     return [replace(segment, index=i, count=len(kept), outcome=outcome) for i, segment in enumerate(kept)]
 
 
-def check_options(options: Mapping[str, object]) -> None:
-    """Refuse a name that is no option of a view.
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a view, defaults filled in; refuse a name that is none.
 
     Raises:
         InputError: names the options.
@@ -86,6 +89,7 @@ def check_options(options: Mapping[str, object]) -> None:
             "such as reward= go to Spool.annotate",
             options=sorted(unknown),
         )
+    return {**_DEFAULTS, **options}
 
 
 def _check(view: str, options: _Options) -> None:
