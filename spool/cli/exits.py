@@ -52,6 +52,8 @@ def report(error: BaseException) -> Exit:
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     if code is None:
         raise error
+    if isinstance(error, OSError) and not isinstance(error, errors.SpoolError):
+        hush()
     say(f"spool: {getattr(error, 'kind', 'storage')}: {error}")
     return code
 
