@@ -31,6 +31,7 @@ class Config(Struct, frozen=True, kw_only=True):
         session_idle_s: an open session without an append for so long ends as ``timeout``; None for never.
         pack_age_s: a pack rolls at the first append after this age; None for by size only.
         page_cache_bytes: page cache that buffered reads may leave behind.
+        reuse_bytes: memory of large results that are gone, kept for the next read.
         max_open_files: files a reader keeps open.
         threads: threads of the async twins and of large reads; None for a default by CPU count.
     """
@@ -44,6 +45,7 @@ class Config(Struct, frozen=True, kw_only=True):
     session_idle_s: float | None = None
     pack_age_s: float | None = None
     page_cache_bytes: int = 64 << 20
+    reuse_bytes: int = 512 << 20
     max_open_files: int = 256
     threads: int | None = None
 

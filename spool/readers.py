@@ -40,7 +40,7 @@ class Readers:
         self._catalog = catalog
         self._feeder = feeder
         self.store = self._store_at(config.root)
-        self._readers = {spool_id: Reader(self.store, threads=config.threads)}
+        self._readers = {spool_id: self._reader(self.store)}
 
     def read(
         self,
@@ -111,12 +111,14 @@ class Readers:
         for root in (*search_roots(), *(hint.removeprefix("file://") for hint in ref.roots)):
             identity = read_identity(root)
             if identity is not None and identity.id == ref.spool_id:
-                elsewhere = Reader(self._store_at(root), threads=self._config.threads)
-                return self._readers.setdefault(ref.spool_id, elsewhere)
+                return self._readers.setdefault(ref.spool_id, self._reader(self._store_at(root)))
         raise NotFoundError(
             f"the reference is of spool {ref.spool_id}, this is {self._spool_id}; name its root in SPOOL_ROOTS",
             spool_id=ref.spool_id,
         )
+
+    def _reader(self, store: HotStore) -> Reader:
+        return Reader(store, threads=self._config.threads, reuse_bytes=self._config.reuse_bytes)
 
     def _store_at(self, root: str) -> HotStore:
         config = self._config

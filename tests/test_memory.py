@@ -20,12 +20,12 @@ def address(array):
 
 
 def test_small_arrays_are_plain():
-    array = Memory().empty((3, 4), INT32)
+    array = Memory(256 << 20).empty((3, 4), INT32)
     assert array.shape == (3, 4) and array.base is None
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it():
-    memory = Memory()
+    memory = Memory(256 << 20)
     first = memory.empty((N, 1), INT32)
     assert type(first) is np.ndarray and first.flags.c_contiguous and first.flags.writeable
     at, view = address(first), first[10:20].reshape(-1)[::2]
@@ -43,7 +43,7 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
 
 @pytest.mark.parametrize("keep", [lambda a: a.data, lambda a: a.view(np.uint8)[5:], lambda a: np.asarray(a).T])
 def test_whatever_is_made_of_an_array_keeps_its_memory(keep):
-    memory = Memory()
+    memory = Memory(256 << 20)
     array = memory.empty((N, 2), INT32)
     at, kept = address(array), keep(array)
     del array
@@ -55,7 +55,7 @@ def test_whatever_is_made_of_an_array_keeps_its_memory(keep):
 def test_a_torch_tensor_keeps_its_memory():
     import torch
 
-    memory = Memory()
+    memory = Memory(256 << 20)
     array = memory.empty((N,), INT32)
     at, tensor = address(array), torch.from_numpy(array)[3:]
     tensor.fill_(5)
@@ -83,7 +83,7 @@ def test_what_is_kept_is_bounded_and_can_be_let_go_of():
 
 
 def test_a_much_larger_block_is_not_wasted_on_a_small_array():
-    memory = Memory()
+    memory = Memory(256 << 20)
     large = memory.empty((4 * N,), INT32)
     at = address(large)
     del large
@@ -93,7 +93,7 @@ def test_a_much_larger_block_is_not_wasted_on_a_small_array():
 
 
 def test_many_threads_and_a_fork_never_share():
-    memory, failures = Memory(), []
+    memory, failures = Memory(256 << 20), []
 
     def work(number):
         for _ in range(200):

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALLEST_BYTES = 1 << 20
-IDLE_BYTES = 256 << 20
 
 Dtype = np.dtype[Any]
 
@@ -37,7 +36,7 @@ class Memory:
         idle_bytes: memory that is.
     """
 
-    def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
+    def __init__(self, idle_bytes: int) -> None:
         self._limit = idle_bytes
         self.idle_bytes = 0
         self._lock = threading.Lock()

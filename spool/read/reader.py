@@ -37,13 +37,14 @@ class Reader:
     Args:
         store: the tier; closed with the reader.
         threads: threads that share a large read; twice the CPUs, at most 8, where None.
+        reuse_bytes: memory of large results that are gone, kept for those to come.
     """
 
-    def __init__(self, store: Tier, *, threads: int | None = None) -> None:
+    def __init__(self, store: Tier, *, threads: int | None = None, reuse_bytes: int = 0) -> None:
         self._store = store
         self._streams = Streams(store.read)
         self._workers = Workers(threads)
-        self._memory = Memory()
+        self._memory = Memory(reuse_bytes)
 
     def close(self) -> None:
         """Let go of threads and files."""

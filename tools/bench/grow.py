@@ -7,7 +7,7 @@ import sys
 
 import spool
 from tools.bench.harness import resident_bytes
-from tools.bench.writes import TOKENS, append, make_step
+from tools.bench.writes import SHAPE, TOKENS, append, make_step
 
 
 def main() -> None:
@@ -18,7 +18,9 @@ def main() -> None:
             append(sp, step)
         before, peak = resident_bytes(), 0
         while written < n_bytes:
-            append(sp, step)
+            session = sp.session(experts=SHAPE)
+            append(sp, step, session)
+            session.finalize()
             written += stored
             peak = max(peak, resident_bytes())
     shutil.rmtree(folder)
