@@ -289,3 +289,14 @@ def test_defaults_may_be_said(sp):
     session = sp.session("s")
     add(session)
     assert session.finalize() == session.finalize(train_shared_prefix="first", gaps="cut")
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_tokens": -5}, {"n_tokens": 2**63 - 1}, {"n_rows": 10**12}, {"response_start": 9}]
+)
+def test_a_reference_with_impossible_lengths_is_refused(sp, change):
+    import msgspec
+
+    step = add(sp.session("s"))
+    with pytest.raises(spool.IntegrityError, match="damaged"):
+        sp.read(msgspec.structs.replace(step, **change))

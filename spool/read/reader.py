@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from spool.errors import InputError
+from spool.errors import InputError, IntegrityError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
@@ -27,6 +27,8 @@ __all__ = ["ByteRange", "DtypeChoice", "Reader"]
 
 DtypeChoice = Literal["train", "stored"]
 Out = Mapping[str, Array]
+
+MOST_TOKENS = 1 << 31
 
 _DTYPES, _VERIFY = get_args(DtypeChoice), get_args(Verify)
 
@@ -168,6 +170,12 @@ class _Call(NamedTuple):
 
     def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out) -> dict[str, Column]:
         """Return the columns of a reference; what they need is in the batch."""
+        if not 0 <= ref.response_start <= ref.n_tokens < MOST_TOKENS or not 0 <= ref.n_rows < MOST_TOKENS:
+            raise IntegrityError(
+                f"the reference of {ref.session_id!r} says {ref.n_tokens} tokens, {ref.n_rows} rows, response from "
+                f"{ref.response_start}: it is damaged; take it from the catalog again",
+                session_id=ref.session_id,
+            )
         ranges = token_ranges(tokens, ref.n_tokens)
         names = names_of(ref, fields)
         unknown = out.keys() - names
