@@ -11,7 +11,7 @@
     |-- NotFoundError         look elsewhere (also a LookupError)
     |   `-- ReleasedError       the data was released on purpose
     |-- GapError              rows that were never sent: pass missing=..., or cut the segment
-    |-- CapacityError         wait, release, or give more room
+    |-- CapacityError         wait, or give more room
     |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
     |   `-- LockedError         another process owns this
     `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere

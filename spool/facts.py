@@ -67,8 +67,8 @@ class Facts:
             raise InputError(f"{name} is ragged; attach takes arrays with one row a position", field=name)
         if align not in (None, spec.align):
             raise InputError(f"{name} is declared as {spec.align}-aligned, not {align}", field=name)
-        rows = array[None] if spec.align == "step" and array.shape == spec.row_shape else array
         expected = _lengths(ref)[spec.align]
+        rows = array[None] if spec.align == "step" and expected == 1 and array.shape == spec.row_shape else array
         if not rows.ndim or len(rows) != expected:
             raise InputError(
                 f"{name} has shape {array.shape}; {ref.id} has {expected} {spec.align} rows",
@@ -143,7 +143,8 @@ def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align:
             expected=lengths,
             got=list(array.shape),
         )
-    shape = array.shape if chosen == "step" else array.shape[1:]
+    one = chosen == "step" and _lengths(ref)["step"] == 1
+    shape = array.shape if one else array.shape[1:]
     return FieldSpec(name=name, dtype=np.dtype(array.dtype).name, align=chosen, shape=shape)
 
 

@@ -116,11 +116,6 @@ class Recorder:
         with self._own():
             return self._sessions.get(session_id)
 
-    def sessions(self) -> list[Session]:
-        """Return the live sessions."""
-        with self._own():
-            return list(self._sessions.values())
-
     def forget(self, session_id: str) -> None:
         """Drop a session that has ended from the live ones."""
         with self._own():

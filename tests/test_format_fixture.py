@@ -115,6 +115,8 @@ def test_the_index_is_made_from_the_logs(root, expected):
         sp.rebuild()
         check_index(sp)
         check_references(sp, expected)
+        released = {ref.session_id for ref in sp.segments("released")}
+        assert released == {"agent"} and not list(sp.segments("not released and session_id = 'agent'"))
         assert [f for f in sp.verify(deep=True).findings if f.kind == "integrity"] == []
 
 

@@ -300,3 +300,17 @@ def test_a_reference_with_impossible_lengths_is_refused(sp, change):
     step = add(sp.session("s"))
     with pytest.raises(spool.IntegrityError, match="damaged"):
         sp.read(msgspec.structs.replace(step, **change))
+
+
+def test_late_numbers_of_steps_are_one_a_step(sp):
+    session = sp.session("s")
+    first = add(session)
+    session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+    (segment,) = session.finalize()
+    sp.attach(segment, align="step", value=np.array([0.5, 0.25]))
+    sp.attach(first, align="step", value=np.float64(0.5), pair=np.array([1, 2]))
+    assert sp.read(segment, fields=["value"])["value"].tolist() == [0.5, 0.25]
+    read = sp.read(first, fields=["value", "pair"])
+    assert (read["value"].tolist(), read["pair"].tolist()) == ([0.5], [[1, 2]])
+    with pytest.raises(InputError, match="2 step rows"):
+        sp.attach(segment, align="step", other=np.float64(1))

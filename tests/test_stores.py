@@ -94,7 +94,7 @@ def evict(path):
 def disk(tmp_path):
     """A folder whose file system does direct I/O and has a page cache."""
     if local._file_system(os.path.realpath(tmp_path), read_file("/proc/self/mountinfo").decode()) in ("tmpfs", "ramfs"):
-        pytest.skip("the temporary folder is in memory: set TMPDIR to one on a disk")
+        pytest.fail("the temporary folder is in memory: set TMPDIR to one on a disk")
     fd, direct = open_direct(str(tmp_path / "probe"), os.O_RDWR | os.O_CREAT, root=str(tmp_path))
     os.close(fd)
     assert direct, "the file system of the temporary folder refuses direct I/O: set TMPDIR to another"

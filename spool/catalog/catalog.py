@@ -205,7 +205,7 @@ class Catalog:
         return session_events(self._run, sid) if sid is not None else []
 
     def facts(self, session_id: str, segment: str | None = None) -> dict[str, Any]:
-        """Return the late facts of a session, or those given to one of its segments (``view/index``)."""
+        """Return the late facts of a session, or those given to one of its segments, by its key."""
         sid = self._sid(session_id)
         return query.facts_of(self._run, sid, segment or "") if sid is not None else {}
 

@@ -68,7 +68,7 @@ class Release(Struct, frozen=True):
     """A segment was released.
 
     Attributes:
-        segment: ``view/index``.
+        segment: its `SegmentRef.key`.
         tag: the checkpoint that must be taken before its data may go; None for at once.
         at: the first release under that tag, seconds since the epoch.
         due: no tag, or the tag is checkpointed: the data may go.

@@ -83,7 +83,7 @@ def map_os_error(error: OSError, *, what: str, path: str) -> SpoolError:
     text = f"cannot {what} {path}: {error.strerror or error}"
     details = {"path": path, "errno": errno.errorcode.get(error.errno or 0, str(error.errno))}
     if error.errno in _NO_ROOM:
-        return CapacityError(f"{text}; free space there, release segments, or use a larger disk", **details)
+        return CapacityError(f"{text}; free space there, or use a larger disk", **details)
     if error.errno == errno.ENOENT:
         return NotFoundError(f"{text}; check the location of the spool", **details)
     return StorageError(f"{text}; check the disk, its permissions and the kernel log, then try again", **details)
