@@ -564,7 +564,7 @@ def test_many_tiny_sessions(sp):
         s.finalize()
     assert sum(1 for _ in sp.segments()) == 3000
     assert sp.read(ref)["token_ids"].tolist() == [2999, 1]
-    assert sp._recorder.sessions() == []
+    assert sp._recorder._sessions == {}
 
 
 # -- a damaged index, torn files -------------------------------------------------------------------------------------

@@ -991,3 +991,26 @@ def test_a_fork_inside_a_loan_leaves_both_sides_their_bytes(tmp_path, store):
 
         assert in_child(child) == 0
         assert view == pattern(5, 300_005)
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was_or_as_it_is(tmp_path):
+    versions = [b"a" * 40, b"b" * 5000, b"c" * 300]
+    path, store, done, failures = tmp_path / "zarr.json", HotStore(str(tmp_path)), [False], []
+    write_atomic(str(path), versions[0], sync=False)
+
+    def replace():
+        for n in range(3000):
+            write_atomic(str(path), versions[n % 3], sync=False)
+        done[0] = True
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    n_reads = 0
+    while not done[0]:
+        got, n_reads = store.read("zarr.json"), n_reads + 1
+        if got not in versions:
+            failures.append(got)
+    thread.join()
+    assert failures == [] and n_reads > 100
+    with pytest.raises(IntegrityError, match="gone.json"):
+        store.read("gone.json")

@@ -122,8 +122,20 @@ class HotStore:
             IntegrityError: there is nothing.
             StorageError: the file system failed.
         """
-        data = bytearray(self.size(key))
-        self.read_into(key, 0, [memoryview(data)])
+        path = self.path(key)
+        if tail_site(key) is not None:
+            data = bytearray(self.size(key))
+            self.read_into(key, 0, [memoryview(data)])
+            return bytes(data)
+        try:
+            # size and bytes of one descriptor: a file that is replaced as a whole may have another size by now
+            file, size = self._open(path)
+            data = bytearray(size)
+            got = self._from_file(file, size, 0, size, [memoryview(data)], None) if file and size else 0
+        except OSError as error:
+            raise map_os_error(error, what="read", path=path) from error
+        if file is None or got < size:
+            raise _short(path, key, 0, max(size, 1), got)
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
