@@ -10,19 +10,34 @@ import msgspec
 from msgspec import Struct
 
 from spool.errors import ConfigError
-from spool.sizes import format_size, parse_size
+from spool.sizes import format_size, parse_duration, parse_size
 
 Durability = Literal["process", "disk"]
+SpillWhen = Literal["sealed", "pressure"]
+VerifyUpload = Literal["size", "always"]
 
 LEAST_HOT_BYTES = 32 << 20
 """Room is granted to streams in pieces of 16 MiB; less than two cannot hold one stream."""
+
+
+class Retention(Struct, frozen=True):
+    """Which sealed packs may be deleted.
+
+    Attributes:
+        released: those whose sessions are all over and released.
+        age_s: those that were sealed longer ago; None for none.
+    """
+
+    released: bool = True
+    age_s: float | None = None
 
 
 class Config(Struct, frozen=True, kw_only=True):
     """A parsed spool URI.
 
     Attributes:
-        root: absolute path of the hot root.
+        root: absolute path of the hot root; None where the location is a cold root.
+        spill: URL of the cold root; None where there is none.
         hot_bytes: limit of the hot tier over all processes; None for the disk's own.
         fields: names of the fields that are stored; None for all that are sent.
         durability: ``process`` survives a killed process, ``disk`` a lost machine (fdatasync of every append).
@@ -34,9 +49,18 @@ class Config(Struct, frozen=True, kw_only=True):
         reuse_bytes: memory of large results that are gone, kept for the next read.
         max_open_files: files a reader keeps open.
         threads: threads of the async twins and of large reads; None for a default by CPU count.
+        spill_when: packs go to the cold root once ``sealed``, or under ``pressure`` (and when published) only.
+        verify_upload: an upload's ``size`` is read back, or (``always``) every byte.
+        retention: which sealed packs may be deleted: ``keep`` none, ``released`` those that nobody needs any more,
+            ``age=7d`` those older; ``released,age=7d`` either.
+        publish_interval_s: publishing rolls a stream at most once in so long.
+        grace_s: how long readers may finish before a deleted pack's objects leave the cold root.
+        cold_concurrency: requests to the cold root at a time.
+        cold_deadline_s: how long a request to the cold root is tried again.
     """
 
-    root: str
+    root: str | None
+    spill: str | None = None
     hot_bytes: int | None = None
     fields: tuple[str, ...] | None = None
     durability: Durability = "process"
@@ -48,11 +72,24 @@ class Config(Struct, frozen=True, kw_only=True):
     reuse_bytes: int = 512 << 20
     max_open_files: int = 256
     threads: int | None = None
+    spill_when: SpillWhen = "sealed"
+    verify_upload: VerifyUpload = "size"
+    retention: Retention = Retention()
+    publish_interval_s: float = 1.0
+    grace_s: float = 60.0
+    cold_concurrency: int = 16
+    cold_deadline_s: float = 60.0
 
     @property
     def url(self) -> str:
-        """The root as a URL, a hint in references."""
-        return f"file://{self.root}"
+        """The root that was opened, as a URL."""
+        return f"file://{self.root}" if self.root is not None else str(self.spill)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where the spool's bytes are, hot root first; hints in references."""
+        hot = () if self.root is None else (f"file://{self.root}",)
+        return hot if self.spill is None else (*hot, self.spill)
 
 
 OPTIONS: tuple[str, ...] = tuple(name for name in Config.__struct_fields__ if name != "root")
@@ -81,18 +118,19 @@ def parse_uri(uri: str | None) -> Config:
     text = uri or default_location()
     if not text:
         raise ConfigError("no spool given: pass a URI such as file:///nvme/spool, or set SPOOL_URI")
-    path, query = _split(text)
-    if "\0" in path or not path:
-        raise ConfigError(f"{text!r} names no directory")
-    options = {}
+    place, _, query = text.partition("?")
+    where = {"root": None, "spill": cold_url(place)} if _is_remote(place) else {"root": _local_path(place)}
+    options: dict[str, object] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in OPTIONS:
-            hint = "; this version has no cold tier" if name == "spill" else ""
-            raise ConfigError(f"unknown option {name!r} in {text!r}; known: {', '.join(OPTIONS)}{hint}", option=name)
+            raise ConfigError(f"unknown option {name!r} in {text!r}; known: {', '.join(OPTIONS)}", option=name)
         if name in options:
             raise ConfigError(f"option {name!r} stands twice in {text!r}", option=name)
         options[name] = _option(name, value)
-    config = Config(root=os.path.abspath(path), **options)  # type: ignore[arg-type]
+    if where["root"] is None and "spill" in options:
+        raise ConfigError(f"{text!r} is a cold root and cannot spill; put the hot root in front: file:///nvme/spool?spill=")
+    config = Config(**{**where, **options})  # type: ignore[arg-type]
+    _check_apart(config)
     if config.hot_bytes is not None and config.hot_bytes < LEAST_HOT_BYTES:
         raise ConfigError(
             f"hot_bytes={config.hot_bytes} is less than a stream takes at once ({format_size(LEAST_HOT_BYTES)})",
@@ -101,21 +139,58 @@ def parse_uri(uri: str | None) -> Config:
     return config
 
 
-def _split(text: str) -> tuple[str, str]:
-    if "://" not in text:
-        path, _, query = text.partition("?")
-        return os.path.expanduser(path), query
+def _is_remote(place: str) -> bool:
+    return "://" in place and urlsplit(place).scheme != "file"
+
+
+def _local_path(place: str) -> str:
+    """Return the absolute path that ``file:///path`` or a plain path names."""
+    if "://" in place:
+        parts = urlsplit(place)
+        if parts.username or parts.password:
+            raise ConfigError("a spool URI carries no credentials")
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(f"{place!r} names a host; write file:///path with three slashes")
+        path = unquote(parts.path)
+    else:
+        path = os.path.expanduser(place)
+    if "\0" in path or not path:
+        raise ConfigError(f"{place!r} names no directory")
+    return os.path.abspath(path)
+
+
+def cold_url(text: str) -> str:
+    """Return the URL of a cold root in one form: no trailing slash, ``file://`` for a plain path.
+
+    Raises:
+        ConfigError: it is no URL, carries credentials or options, or names what does not outlive a process.
+    """
+    if "://" not in text or text.startswith("file:"):
+        return f"file://{_local_path(text)}"
     parts = urlsplit(text)
-    if parts.scheme != "file":
-        raise ConfigError(f"a hot root is a local directory (file:///path), not {parts.scheme}://")
     if parts.username or parts.password:
-        raise ConfigError("a spool URI carries no credentials")
-    if parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"{text!r} names a host; write file:///path with three slashes")
-    return unquote(parts.path), parts.query
+        raise ConfigError(
+            "a spool URI carries no credentials; put them where the object store's client looks for them "
+            "(AWS_ACCESS_KEY_ID and the like, or ~/.aws/credentials)"
+        )
+    if parts.scheme == "memory":
+        raise ConfigError("a cold root outlives the process, memory:// does not")
+    if parts.query or parts.fragment or not (parts.netloc or parts.path.strip("/")):
+        raise ConfigError(f"{text!r} is not a cold root; write for example s3://bucket/prefix", option="spill")
+    return text.rstrip("/")
+
+
+def _check_apart(config: Config) -> None:
+    """Refuse a cold root inside the hot one, or around it."""
+    if config.root is None or config.spill is None or not config.spill.startswith("file://"):
+        return
+    hot, cold = os.path.realpath(config.root), os.path.realpath(config.spill.removeprefix("file://"))
+    if os.path.commonpath([hot, cold]) in (hot, cold):
+        raise ConfigError(f"spill={config.spill} lies inside the hot root {config.root}, or around it", option="spill")
 
 
 _TYPES = get_type_hints(Config)
+_CHOICES = ("durability", "spill_when", "verify_upload")
 
 
 def _option(name: str, value: str) -> object:
@@ -125,14 +200,34 @@ def _option(name: str, value: str) -> object:
             if size <= 0:
                 raise ConfigError(f"option {name}={value!r} must be positive", option=name)
             return size
+        if name == "spill":
+            return cold_url(value)
+        if name == "retention":
+            return _retention(value)
         if name == "fields":
             return tuple(part for part in value.split(",") if part)
         if name == "direct":
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
         number = msgspec.convert(value, _TYPES[name], strict=False)
     except (msgspec.ValidationError, KeyError) as error:
-        choices = f" (one of {', '.join(get_args(Durability))})" if name == "durability" else ""
+        choices = f" (one of {', '.join(map(str, get_args(_TYPES[name])))})" if name in _CHOICES else ""
         raise ConfigError(f"option {name}={value!r} is not valid{choices}", option=name) from error
     if isinstance(number, int | float) and not number > 0:
         raise ConfigError(f"option {name}={value!r} must be positive", option=name)
     return number
+
+
+def _retention(value: str) -> Retention:
+    released, age_s = False, None
+    for part in value.split(","):
+        name, _, age = part.partition("=")
+        if name == "age":
+            age_s = parse_duration(age)
+        elif part == "released":
+            released = True
+        elif part != "keep":
+            raise ConfigError(
+                f"option retention={value!r} is not valid: write keep, released, age=7d or released,age=7d",
+                option="retention",
+            )
+    return Retention(released, age_s)

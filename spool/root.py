@@ -1,4 +1,4 @@
-"""The identity of a spool: ``spool.json`` in its root."""
+"""The identity of a spool: ``spool.json`` in its roots."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import secrets
 import time
 
+from typing import Literal
+
 import msgspec
+import xxhash
 from msgspec import Struct
 
-from spool.errors import IntegrityError, NotFoundError, StorageError
+from spool.errors import ConfigError, IntegrityError, NotFoundError, StorageError
 from spool.stores.local import check_hot_root, map_os_error, read_file, write_atomic
+from spool.stores.objects import Objects
 
 FORMAT = 1
 
@@ -20,57 +24,125 @@ class Identity(Struct, frozen=True):
 
     Attributes:
         format: version of the layout on disk.
-        id: 16 hexadecimal digits; references carry it.
+        id: 16 hexadecimal digits; references carry it. All roots of a spool have the same.
         created: seconds since the epoch.
+        tier: of the root it lies in.
+        spill: of a hot root, the URL of its cold root; None where it has none.
     """
 
     format: int
     id: str
     created: float
+    tier: Literal["hot", "cold"] = "hot"
+    spill: str | None = None
 
 
 def read_identity(root: str) -> Identity | None:
-    """Return the identity of the spool at ``root``, or None where there is none.
+    """Return the identity of the root at path ``root``, or None where there is none.
 
     Raises:
         IntegrityError: ``spool.json`` is torn, or of a newer version.
     """
     path = os.path.join(root, "spool.json")
     try:
-        data = read_file(path)
+        return _parse(read_file(path), path)
     except NotFoundError:
         return None
+
+
+def read_cold_identity(objects: Objects) -> Identity | None:
+    """Return the identity of a cold root, or None where there is none.
+
+    Raises:
+        IntegrityError: ``spool.json`` is torn, of a newer version, or of a hot root.
+        StorageError: the cold root cannot be reached.
+    """
+    try:
+        data = objects.get("spool.json")
+    except NotFoundError:
+        return None
+    where = f"{objects.url}/spool.json"
+    identity = _parse(data, where)
+    if identity.tier != "cold":
+        raise IntegrityError(f"{where} is that of a hot root; spill to another place", file=where)
+    return identity
+
+
+def _parse(data: bytes, where: str) -> Identity:
     try:
         identity = msgspec.json.decode(data, type=Identity)
     except msgspec.DecodeError as error:
         raise IntegrityError(
-            f"{path} is torn ({error}); it holds format, id and created: the id stands in every reference",
-            file=path,
+            f"{where} is torn ({error}); it holds format, id and created: the id stands in every reference",
+            file=where,
         ) from error
     if identity.format > FORMAT:
         raise IntegrityError(
-            f"{path} has format {identity.format}, this Spool reads up to {FORMAT}: upgrade", file=path
+            f"{where} has format {identity.format}, this Spool reads up to {FORMAT}: upgrade", file=where
         )
     return identity
 
 
-def make_identity(root: str) -> Identity:
-    """Create the spool at ``root`` unless another process does first; return its identity.
+def make_identity(root: str, cold: Objects | None = None) -> Identity:
+    """Create the hot root at ``root`` unless another process does first, joined to a cold root; return its identity.
+
+    A cold root that is not there yet is made too. It is asked only until the hot root is joined to it.
 
     Raises:
-        ConfigError: the file system cannot hold a hot root.
-        StorageError: it cannot be written.
+        ConfigError: the file system cannot hold a hot root, or the two roots belong to different spools.
+        StorageError: one cannot be written.
     """
+    check_hot_root(root)
+    known = read_identity(root)
+    if known is not None and (cold is None or known.spill == cold.url):
+        return known
+    if known is not None and known.spill is not None and cold is not None:
+        raise ConfigError(
+            f"{root} spills to {known.spill}, where packs of it may be by now, and not to {cold.url}; "
+            "open it with the same spill=, or take another hot root",
+            option="spill",
+        )
+    made = _make_cold_identity(cold, known) if cold is not None else Identity(FORMAT, secrets.token_hex(8), time.time())
+    made = msgspec.structs.replace(made, tier="hot", spill=None if cold is None else cold.url)
+    if known is None:
+        return _create(root, made)
+    write_atomic(os.path.join(root, "spool.json"), msgspec.json.encode(made))
+    return made
+
+
+def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
+    """Create the cold root unless it is there; return its identity.
+
+    Two nodes may do so at once and an object store has no exclusive creation to rely on: the id follows from the URL,
+    so both write the same. A shared folder has one, and may be mounted elsewhere on another node.
+    """
+    known = read_cold_identity(cold)
+    if known is None:
+        spool_id = hot.id if hot is not None else xxhash.xxh3_64_hexdigest(cold.url.encode())
+        made = Identity(FORMAT, spool_id, time.time(), tier="cold")
+        if cold.url.startswith("file://"):
+            return _create(cold.url.removeprefix("file://"), made, hot)
+        cold.put("spool.json", msgspec.json.encode(made))
+        known = read_cold_identity(cold) or made
+    return _same(known, hot, cold.url)
+
+
+def _same(known: Identity, hot: Identity | None, url: str) -> Identity:
+    if hot is not None and hot.id != known.id:
+        raise ConfigError(
+            f"the hot root belongs to spool {hot.id}, the cold root {url} to {known.id}: take another hot or cold root",
+            option="spill",
+        )
+    return known
+
+
+def _create(root: str, made: Identity, hot: Identity | None = None) -> Identity:
+    """Write ``made`` at ``root`` unless another process was first; return what is there."""
     try:
         os.makedirs(os.path.join(root, "streams"), exist_ok=True)
     except OSError as error:
         raise map_os_error(error, what="make a spool at", path=root) from error
-    check_hot_root(root)
-    known = read_identity(root)
-    if known is not None:
-        return known
-    made = Identity(FORMAT, secrets.token_hex(8), time.time())
-    draft = os.path.join(root, f".spool-{made.id}.json")
+    draft = os.path.join(root, f".spool-{secrets.token_hex(8)}.json")
     write_atomic(draft, msgspec.json.encode(made))
     try:
         os.link(draft, os.path.join(root, "spool.json"))
@@ -83,4 +155,4 @@ def make_identity(root: str) -> Identity:
     identity = read_identity(root)
     if identity is None:
         raise StorageError(f"{root}/spool.json vanished while it was made; is another process deleting the spool?")
-    return identity
+    return _same(identity, hot, root)

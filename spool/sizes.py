@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: ``"64MiB"`` <-> 67108864."""
+"""Byte sizes and durations as people write them: ``"64MiB"`` <-> 67108864, ``"7d"`` -> 604800.0."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ def parse_size(text: str | int) -> int:
     if match is None or unit is None:
         raise ConfigError(f"{text!r} is not a size; write for example 64MiB, 1.5GiB or 1000000", value=text)
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+_DURATIONS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds that ``text`` names: a number with ``s``, ``m``, ``h``, ``d``, ``w`` or nothing (seconds).
+
+    Raises:
+        ConfigError: ``text`` is not a duration.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write for example 90s, 12h or 7d", value=text)
+    return float(match[1]) * _DURATIONS[match[2]]
 
 
 def format_size(n_bytes: int) -> str:
