@@ -55,11 +55,11 @@ class Readers:
         verify: Literal["whole", "always", "never"],
     ) -> list[Sample]:
         """See `Spool.read`; all references are of one spool."""
-        if fields is not None:
+        if fields is not None and not BUILT_IN.issuperset(fields):
             refs = [self._with_attached(ref, fields) for ref in refs]
-        if any(ref.spool_id != refs[0].spool_id for ref in refs):
-            owners = sorted({ref.spool_id for ref in refs})
-            raise InputError(f"one read takes references of one spool, got {owners}")
+        owners = {ref.spool_id for ref in refs}
+        if len(owners) > 1:
+            raise InputError(f"one read takes references of one spool, got {sorted(owners)}")
         reader = self._of(refs[0]) if refs else self._readers[self._spool_id]
         return reader.read(
             refs, fields=fields, tokens=tokens, layers=layers, dtype=dtype, out=out, missing=missing, verify=verify

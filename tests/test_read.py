@@ -704,18 +704,16 @@ def test_workers_share_items_and_stop_at_the_first_error():
             raise KeyError(item)
         seen.append((item, threading.get_ident()))
 
-    workers.each(work, range(20), parallel=True)
+    workers.each(work, range(20))
     assert sorted(item for item, _ in seen) == list(range(20))
     assert len({thread for _, thread in seen}) > 1
     seen.clear()
     with pytest.raises(KeyError):
-        workers.each(work, range(20, 400), parallel=True)
+        workers.each(work, range(20, 400))
     assert len(seen) < 300
     seen.clear()
-    workers.each(work, range(5), parallel=False)
-    assert {thread for _, thread in seen} == {threading.get_ident()}
     workers.close()
-    workers.each(work, range(5), parallel=True)
+    workers.each(work, range(5))
     workers.close()
 
 
@@ -741,11 +739,11 @@ def in_child(work):
 
 def test_a_forked_child_has_threads_of_its_own():
     workers = Workers(4)
-    workers.each(lambda _: time.sleep(0.001), range(20), parallel=True)
+    workers.each(lambda _: time.sleep(0.001), range(20))
 
     def child():
         seen = set()
-        workers.each(lambda _: (time.sleep(0.001), seen.add(threading.get_ident())), range(40), parallel=True)
+        workers.each(lambda _: (time.sleep(0.001), seen.add(threading.get_ident())), range(40))
         assert len(seen) > 1
 
     assert in_child(child) == 0

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spool.errors import InputError
+from spool.formats.arrays import copy_rows
 from spool.formats.experts import widen
 from spool.read.streams import Dtype, Source, holds, mantissa_bits
 
@@ -36,7 +37,7 @@ class Target:
     def __init__(self, array: Array, layers: slice | None = None) -> None:
         self.array = array
         self.layers = layers
-        self._bytes: NDArray[np.uint8] | None = None
+        self._bytes: memoryview | None = None
 
     def takes(self, source: Source) -> bool:
         """Return whether the stored bytes of ``source`` are what this array holds."""
@@ -47,10 +48,10 @@ class Target:
             and self.array.flags.c_contiguous
         )
 
-    def slot(self, source: Source, row: int, n_bytes: int) -> NDArray[np.uint8]:
+    def slot(self, source: Source, row: int, n_bytes: int) -> memoryview:
         """Return the memory of rows from ``row`` on, of an array that takes ``source``."""
         if self._bytes is None:
-            self._bytes = self.array.reshape(-1).view(np.uint8)
+            self._bytes = self.array.reshape(-1).view(np.uint8).data
         start = row * source.row_bytes
         return self._bytes[start : start + n_bytes]
 
@@ -59,8 +60,8 @@ class Target:
         n = len(data) // source.row_bytes
         stored = data.view(source.dtype).reshape(n, *source.shape)
         into = self.array[row : row + n]
-        if source.field.num_layers is None:
-            np.copyto(into, stored, casting="unsafe")
+        if self.layers is None and source.field.layers is None:
+            copy_rows(into, stored)
         else:
             widen(into, stored, source.field, self.layers)
 

@@ -10,21 +10,16 @@ import numpy as np
 from spool.errors import IntegrityError
 from spool.formats.arrays import Ragged
 from spool.read.assemble import Array, Target
-from spool.read.fetch import Ask, Batch
+from spool.read.select import Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from spool.model.refs import Extent
-    from spool.read.select import Run
+    from spool.read.fetch import Batch
     from spool.read.streams import FieldView
-
-
-def asks(view: FieldView, runs: Iterable[Run]) -> list[Ask]:
-    """Return what to ask for where one stored array carries the field."""
-    return [Ask(view.values[run.extent.stream], run.extent, run.row, run.n, run.to) for run in runs]
 
 
 class MaskColumn:
@@ -46,7 +41,7 @@ class MaskColumn:
         self._stored: NDArray[np.uint8] | None = None
         if view is not None and runs:
             self._stored = np.ones(len(mask), np.uint8)
-            batch.want(asks(view, runs), Target(self._stored))
+            batch.want(view.values, runs, Target(self._stored))
 
     def finish(self) -> Array:
         """Return the mask; what was asked for is read."""
@@ -82,19 +77,13 @@ class RaggedColumn:
         for run in runs:
             self._starts.append(self._starts[-1] + run.n + 1)
         self._ends = np.zeros(self._starts[-1], np.uint64)
-        batch.want(self.end_asks(), Target(self._ends))
+        batch.want(view.offsets, self.end_runs(), Target(self._ends))
 
-    def end_asks(self) -> list[Ask]:
+    def end_runs(self) -> list[Run]:
         """Return the end offsets to read."""
-        return [self._ask_ends(run, at) for run, at in zip(self._runs, self._starts, strict=False)]
+        return [_run_of_ends(run, at) for run, at in zip(self._runs, self._starts, strict=False)]
 
-    def _ask_ends(self, run: Run, at: int) -> Ask:
-        source, first = self._view.offsets[run.extent.stream], run.extent.row - run.extent.before
-        if run.row > first:
-            return Ask(source, run.extent, run.row - 1, run.n + 1, at)
-        return Ask(source, run.extent, run.row, run.n, at + 1)
-
-    def value_asks(self) -> list[Ask]:
+    def value_runs(self) -> list[Run]:
         """Return the values to read; the end offsets are there.
 
         Raises:
@@ -113,7 +102,7 @@ class RaggedColumn:
             row = extent.row - extent.before + int(ends[start])
             to, stop = int(self._offsets[run.to]), int(self._offsets[run.to + run.n])
             if stop > to:
-                found.append(Ask(self._view.values[extent.stream], extent, row, stop - to, to))
+                found.append(Run(extent, run.number, row, stop - to, to))
         return found
 
     def want_values(self, batch: Batch, make: Callable[[FieldView, int], Target]) -> None:
@@ -126,10 +115,10 @@ class RaggedColumn:
         Raises:
             IntegrityError: end offsets fall, or lead out of the values.
         """
-        wanted = self.value_asks()
+        runs = self.value_runs()
         target = make(self._view, int(self._offsets[-1]))
         self._array = target.array
-        batch.want(wanted, target)
+        batch.want(self._view.values, runs, target)
 
     def _check(self, run: Run, lengths: NDArray[np.int64], first: int, last: int) -> None:
         name, stream = self._view.spec.name, run.extent.stream
@@ -147,5 +136,11 @@ class RaggedColumn:
         return Ragged(self._array, self._offsets)
 
 
-Column = Array | MaskColumn | RaggedColumn
-"""A finished array, or what becomes one."""
+def _run_of_ends(run: Run, at: int) -> Run:
+    if run.row > run.extent.row - run.extent.before:
+        return run._replace(row=run.row - 1, n=run.n + 1, to=at)
+    return run._replace(to=at + 1)
+
+
+LateColumn = MaskColumn | RaggedColumn
+"""What becomes an array once something is read."""

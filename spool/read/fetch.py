@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from crc32c import crc32c
@@ -15,13 +15,14 @@ from spool.read.checks import Check, Part, total
 from spool.read.plan import Fetch, Piece, plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
     from spool.model.refs import Extent
     from spool.read.assemble import Target
+    from spool.read.select import Run
     from spool.read.streams import Source
 
 Verify = Literal["whole", "always", "never"]
@@ -53,16 +54,6 @@ class Tier(Protocol):
         """Let go of what is open."""
 
 
-class Ask(NamedTuple):
-    """Stored rows ``[row, row + n)`` of a part of ``extent``, for rows from ``to`` on of an array."""
-
-    source: Source
-    extent: Extent
-    row: int
-    n: int
-    to: int
-
-
 class Batch:
     """What one pass over the store brings: pieces, the arrays that take them, and their checksums.
 
@@ -79,23 +70,25 @@ class Batch:
         self._verify = verify
         self._known: set[tuple[str, int, int]] = set()
 
-    def want(self, asks: Iterable[Ask], target: Target) -> None:
-        """Add rows for ``target``."""
+    def want(self, sources: Mapping[str, Source], runs: Iterable[Run], target: Target) -> None:
+        """Add the rows of ``runs``, of the stored array that ``sources`` has for their stream, for ``target``."""
         number = len(self.targets)
         self.targets.append(target)
-        for ask in asks:
-            source, extent, row, n, to = ask
+        for extent, _, row, n, to in runs:
+            source = sources[extent.stream]
             key, base = source.locate(extent)
             self.sources[key] = source
             width = source.row_bytes
-            check = -1 if self._verify == "never" else self._check(ask, key, base)
+            check = -1 if self._verify == "never" else self._check(source, extent, n, key, base)
             self.pieces.append(Piece(key, (row - base) * width, n * width, width, number, to, check))
 
-    def _check(self, ask: Ask, key: str, base: int) -> int:
-        """Return the number of the check that the asked rows alone make up, adding one where it is new; or -1."""
-        source, extent, _, n, _ = ask
-        first, n_rows = extent.row - extent.before, extent.before + extent.n + extent.after
-        if not n or (n < n_rows and self._verify == "whole") or (key, first, extent.crc) in self._known:
+    def _check(self, source: Source, extent: Extent, n: int, key: str, base: int) -> int:
+        """Return the number of the check that the ``n`` asked rows make up alone, adding one where it is new; or -1."""
+        n_rows = extent.before + extent.n + extent.after
+        if not n or (n < n_rows and self._verify == "whole"):
+            return -1
+        first = extent.row - extent.before
+        if (key, first, extent.crc) in self._known:
             return -1
         self._known.add((key, first, extent.crc))
         width, number = source.row_bytes, len(self.checks)
@@ -115,11 +108,11 @@ def execute(batch: Batch, store: Tier, workers: Workers) -> None:
         IntegrityError: bytes do not have the checksum they were written with.
     """
     fetches = plan(batch.pieces, gap=GAP_BYTES, limit=FETCH_BYTES)
-
-    def fetch_one(fetch: Fetch) -> None:
-        _fetch(fetch, batch, store)
-
-    workers.each(fetch_one, fetches, parallel=len(fetches) > 1 and sum(f.length for f in fetches) > THREAD_BYTES)
+    if len(fetches) > 1 and sum(fetch.length for fetch in fetches) > THREAD_BYTES:
+        workers.each(lambda fetch: _fetch(fetch, batch, store), fetches)
+    else:
+        for fetch in fetches:
+            _fetch(fetch, batch, store)
     for number, parts in batch.parts.items():
         _compare(batch.checks[number], total(parts), store)
 
@@ -143,7 +136,7 @@ def _spread(fetch: Fetch, data: NDArray[np.uint8], batch: Batch, store: Tier) ->
         start = piece.offset - fetch.offset
         part = data[start : start + piece.length]
         if piece.check >= 0:
-            _note(piece, part, batch, store)
+            _note(piece, part.data, batch, store)
         if piece.target >= 0:
             batch.targets[piece.target].put(source, piece.row, part)
 
@@ -157,13 +150,13 @@ def _scatter(fetch: Fetch, source: Source, targets: Sequence[Target]) -> list[me
             return None
         if piece.offset > at:
             buffers.append(_DISCARD[: piece.offset - at])
-        buffers.append(targets[piece.target].slot(source, piece.row, piece.length).data)
+        buffers.append(targets[piece.target].slot(source, piece.row, piece.length))
         at = piece.offset + piece.length
     return buffers
 
 
-def _note(piece: Piece, data: NDArray[np.uint8], batch: Batch, store: Tier) -> None:
-    check, crc = batch.checks[piece.check], crc32c(data.data)
+def _note(piece: Piece, data: memoryview, batch: Batch, store: Tier) -> None:
+    check, crc = batch.checks[piece.check], crc32c(data)
     if piece.length == check.length:
         _compare(check, crc, store)
     else:
@@ -194,20 +187,15 @@ class Workers:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
 
-    def each(self, function: Callable[[Any], None], items: Sequence[Any], *, parallel: bool) -> None:
+    def each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Call ``function`` with every item; return when all calls have.
 
         Raises:
             Exception: the first that a call raised; items not yet begun are then left out.
         """
-        helpers = min(self.threads, len(items)) - 1
-        if not parallel or helpers < 1:
-            for item in items:
-                function(item)
-            return
         feed = _Feed(items)
         pool = self._threads()
-        futures = [pool.submit(feed.drain, function) for _ in range(helpers)]
+        futures = [pool.submit(feed.drain, function) for _ in range(min(self.threads, len(items)) - 1)]
         try:
             feed.drain(function)
         finally:

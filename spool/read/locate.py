@@ -10,7 +10,9 @@ from spool.read.sample import ByteRange
 from spool.stores.local import parse_tail, tail_site
 
 if TYPE_CHECKING:
-    from spool.read.fetch import Ask, Tier
+    from spool.read.fetch import Tier
+    from spool.read.select import Run
+    from spool.read.streams import Source
 
 _ROUNDS = 8
 
@@ -23,19 +25,18 @@ class FileRange(NamedTuple):
     length: int
 
 
-def byte_ranges(ask: Ask, store: Tier) -> list[ByteRange]:
-    """Return where the asked rows lie: one range, or two where they begin in the shard and end in its tail.
+def byte_ranges(source: Source, run: Run, store: Tier) -> list[ByteRange]:
+    """Return where the rows of ``run`` lie: one range, or two where they begin in the shard and end in its tail.
 
     Raises:
         IntegrityError: the files do not hold them.
     """
-    source = ask.source
-    if not ask.n:
+    if not run.n:
         return []
-    key, base = source.locate(ask.extent)
-    width, start = source.row_bytes, (ask.row - base) * source.row_bytes
+    key, base = source.locate(run.extent)
+    width, start = source.row_bytes, (run.row - base) * source.row_bytes
     ranges, at = [], start
-    for part in files(store, key, start, ask.n * width):
+    for part in files(store, key, start, run.n * width):
         rows = base + at // width, base - (-(at + part.length) // width)
         ranges.append(ByteRange(*part, source.field.name, rows, source.stream))
         at += part.length

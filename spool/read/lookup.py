@@ -53,7 +53,7 @@ class Lookup:
         """Return what ``name`` is, from its rows, else from any schema at hand; None where no one knows."""
         extents = extents_of(ref, name)
         if extents:
-            return self._streams.field(name, [extent.stream for extent in extents])
+            return self._streams.field(name, extents)
         for stream in {other[0].stream for other in ref.extents.values() if other}:
             view = self._streams.fields(stream).get(name)
             if view is not None:
@@ -66,7 +66,7 @@ class Lookup:
         for ref in self._refs:
             extents = extents_of(ref, name)
             if extents:
-                yield self._streams.field(name, [extents[0].stream])
+                yield self._streams.field(name, extents[:1])
 
     def select(self, ref: Ref, name: str, ranges: Sequence[Range], *, sparse: bool) -> Selection | None:
         """Return the rows of ``name`` for the token ``ranges``; None where no one knows it and nothing is missing.

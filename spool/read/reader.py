@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,14 +11,14 @@ from spool.errors import InputError, IntegrityError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
-from spool.read.columns import Column, MaskColumn, RaggedColumn, asks
-from spool.read.fetch import Ask, Batch, Tier, Verify, Workers, execute
+from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
+from spool.read.fetch import Batch, Tier, Verify, Workers, execute
 from spool.read.locate import byte_ranges
 from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Sample
-from spool.read.select import Range, Tokens, cover, plain_range, token_ranges
-from spool.read.streams import Dtype, FieldView, Streams
+from spool.read.select import Range, Run, Tokens, cover, plain_range, token_ranges
+from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
     from spool.model.refs import Ref
@@ -98,24 +98,23 @@ class Reader:
             plain_range(layers, 0, what="layers")
         if missing != "error":
             check_missing(missing, np.dtype(np.float64), field="any field")
-        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory)
-        samples = [
-            call.columns(ref, fields, slices, arrays or {})
-            for ref, slices, arrays in zip(
-                refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True
-            )
-        ]
+        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory, [])
+        each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
+        samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
         execute(call.batch, self._store, self._workers)
-        self._read_values(call, samples, verify)
-        return [Sample(ref, _finish(columns)) for ref, columns in zip(refs, samples, strict=True)]
+        if call.late:
+            self._finish(call, verify)
+        return samples
 
-    def _read_values(self, call: _Call, samples: Iterable[dict[str, Column]], verify: Verify) -> None:
-        ragged = [column for columns in samples for column in columns.values() if isinstance(column, RaggedColumn)]
+    def _finish(self, call: _Call, verify: Verify) -> None:
+        ragged = [column for column, *_ in call.late if isinstance(column, RaggedColumn)]
         if ragged:
             batch = Batch(verify)
             for column in ragged:
                 column.want_values(batch, call.target)
             execute(batch, self._store, self._workers)
+        for late, columns, name in call.late:
+            columns[name] = late.finish()
 
     def locate(
         self,
@@ -145,21 +144,26 @@ class Reader:
                 continue
             selection = lookup.select(ref, name, ranges, sparse=bool(extents_of(ref, name)))
             if selection is not None:
-                found += self._asks(ref, name, selection)
-        return [part for ask in found for part in byte_ranges(ask, self._store)]
+                found += self._stored_runs(ref, name, selection)
+        return [part for source, run in found for part in byte_ranges(source, run, self._store)]
 
-    def _asks(self, ref: Ref, name: str, selection: Selection) -> list[Ask]:
-        if not selection.view.spec.ragged:
-            return asks(selection.view, selection.runs)
+    def _stored_runs(self, ref: Ref, name: str, selection: Selection) -> list[tuple[Source, Run]]:
+        view = selection.view
+        if not view.spec.ragged:
+            return [(view.values[run.extent.stream], run) for run in selection.runs]
         batch = Batch("never")
         column = _ragged(ref, name, selection, batch)
         execute(batch, self._store, self._workers)
-        values = column.value_asks()
-        return [*column.end_asks(), *values]
+        values = [(view.values[run.extent.stream], run) for run in column.value_runs()]
+        return [*((view.offsets[run.extent.stream], run) for run in column.end_runs()), *values]
 
 
 class _Call(NamedTuple):
-    """One read: how its columns come to be."""
+    """One read: how its columns come to be.
+
+    Attributes:
+        late: columns that are finished once the batch is read, with where the arrays they become belong.
+    """
 
     lookup: Lookup
     batch: Batch
@@ -167,9 +171,10 @@ class _Call(NamedTuple):
     dtype: DtypeChoice
     missing: Missing
     memory: Memory
+    late: list[tuple[LateColumn, dict[str, Any], str]]
 
-    def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out) -> dict[str, Column]:
-        """Return the columns of a reference; what they need is in the batch."""
+    def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out | None) -> dict[str, Any]:
+        """Return the arrays of a reference, some of them late; what they need is in the batch."""
         if not 0 <= ref.response_start <= ref.n_tokens < MOST_TOKENS or not 0 <= ref.n_rows < MOST_TOKENS:
             raise IntegrityError(
                 f"the reference of {ref.session_id!r} says {ref.n_tokens} tokens, {ref.n_rows} rows, response from "
@@ -178,17 +183,19 @@ class _Call(NamedTuple):
             )
         ranges = token_ranges(tokens, ref.n_tokens)
         names = names_of(ref, fields)
-        unknown = out.keys() - names
+        unknown = out.keys() - names if out else None
         if unknown:
             raise InputError(f"out= has {sorted(unknown)}, but the fields read are {names}", fields=sorted(unknown))
-        columns = {}
+        columns: dict[str, Any] = {}
         for name in names:
-            column = self._column(ref, name, ranges, out.get(name))
+            column = self._column(ref, name, ranges, out.get(name) if out else None)
+            if isinstance(column, LateColumn):
+                self.late.append((column, columns, name))
             if column is not None:
                 columns[name] = column
         return columns
 
-    def _column(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Column | None:
+    def _column(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Array | LateColumn | None:
         if name in ref.inline:
             return self._inline(ref, name, ranges, out)
         if name == MASK:
@@ -206,7 +213,7 @@ class _Call(NamedTuple):
         fill(target.array, selection.blanks, 0)
         if selection.gaps:
             fill(target.array, selection.gaps, check_missing(self.missing, target.array.dtype, field=name))
-        self.batch.want(asks(selection.view, selection.runs), target)
+        self.batch.want(selection.view.values, selection.runs, target)
         return target.array
 
     def target(self, view: FieldView, n: int, out: Array | None = None) -> Target:
@@ -251,14 +258,10 @@ def _ragged(ref: Ref, name: str, selection: Selection, batch: Batch) -> RaggedCo
     return RaggedColumn(selection.view, selection.runs, selection.n, ref.extents.get(f"{name}.values", ()), batch)
 
 
-def _finish(columns: dict[str, Column]) -> dict[str, Any]:
-    return {name: c.finish() if isinstance(c, MaskColumn | RaggedColumn) else c for name, c in columns.items()}
-
-
 def _one_each(what: str, given: Sequence[Any] | None, refs: Sequence[Ref]) -> Sequence[Any]:
     if given is None:
         return [None] * len(refs)
-    if isinstance(given, slice | Mapping) or len(given) != len(refs):
+    if isinstance(given, (slice, Mapping)) or len(given) != len(refs):
         raise InputError(f"{what}= must be a list with one entry for each of the {len(refs)} references")
     return given
 

@@ -121,14 +121,14 @@ class Streams:
             known = self._streams[stream] = _views(stream, schema, layout)
         return known
 
-    def field(self, name: str, streams: Iterable[str]) -> FieldView:
-        """Return what ``name`` is over ``streams``, of which there is at least one.
+    def field(self, name: str, extents: Iterable[Extent]) -> FieldView:
+        """Return what ``name`` is over the streams of ``extents``, of which there is at least one.
 
         Raises:
             IntegrityError: a stream has no such field.
             InputError: two streams have it in ways that no array can hold both.
         """
-        names = tuple(dict.fromkeys(streams))
+        names = tuple(dict.fromkeys([extent.stream for extent in extents]))
         view = self._merged.get((name, names))
         if view is None:
             view = self._merged[name, names] = reduce(_merge, (self._one(name, stream) for stream in names))
