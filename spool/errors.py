@@ -15,6 +15,7 @@
     |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
     |   `-- LockedError         another process owns this
     `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere
+        `-- AbsentError         a whole file is missing
 
 Every class has a stable ``kind``; every message names what, where, and what to do. Structured facts are in ``details``.
 """
@@ -112,5 +113,11 @@ class LockedError(StorageError):
 
 class IntegrityError(SpoolError):
     """Bytes on disk are missing, short or altered."""
+
+    kind = "integrity"
+
+
+class AbsentError(IntegrityError):
+    """A whole file or object is missing where it was recorded to be."""
 
     kind = "integrity"

@@ -14,6 +14,7 @@ from spool.formats.arrays import Ragged
 from spool.logs import LogFeeder
 from spool.model.fields import BUILT_IN
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
+from spool.read.hot import HotTier
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Sample
 from spool.read.select import Tokens
@@ -118,7 +119,7 @@ class Readers:
         )
 
     def _reader(self, store: HotStore) -> Reader:
-        return Reader(store, threads=self._config.threads, reuse_bytes=self._config.reuse_bytes)
+        return Reader([HotTier(store)], threads=self._config.threads, reuse_bytes=self._config.reuse_bytes)
 
     def _store_at(self, root: str) -> HotStore:
         config = self._config

@@ -25,6 +25,7 @@ from spool.model.moe import MoEShape
 from spool.model.refs import Extent, Inline, SegmentRef, Span, StepRef, Unit
 from spool.read.fetch import Workers
 from spool.read.locate import files
+from spool.read.hot import HotTier
 from spool.read.reader import Reader
 from spool.read.sample import Ragged
 from spool.stores.hot import HotStore
@@ -148,7 +149,7 @@ class World:
             30, response_start=12, steps=(0, 1), spans=(Span(0, 12, 20), Span(1, 25, 30)),
             extents={name: tuple(found) for name, found in extents.items()},
         )  # fmt: skip
-        self.reader = Reader(self.store, threads=2)
+        self.reader = Reader([HotTier(self.store)], threads=2)
         observed = np.zeros(5, np.float32)
         self.expected = {
             "token_ids": self.tokens,
@@ -269,7 +270,7 @@ def test_bfloat16_and_bool_come_back_as_they_are():
         "flag": (stream.append("flag", [True]),),
         "wide": (stream.append("wide", weight[:, 0]),),
     }
-    (sample,) = Reader(store).read([step_ref(4, extents=extents)])
+    (sample,) = Reader([HotTier(store)]).read([step_ref(4, extents=extents)])
     same(sample["weight"], weight)
     same(sample["flag"], np.array([True]))
     same(sample["wide"], weight[:, 0].astype(np.float32))
@@ -282,7 +283,7 @@ def test_multimodal_tokens_bring_their_rows():
     ref = step_ref(
         6, 9, units=(Unit("image", 2, 4),), extents={"routed_experts": (stream.append("routed_experts", rows),)}
     )
-    reader = Reader(store)
+    reader = Reader([HotTier(store)])
     for tokens, expected in ((None, rows), (slice(2, 3), rows[2:6]), (slice(3, 6), rows[6:8]), (slice(0, 2), rows[:2])):
         (sample,) = reader.read([ref], fields=["routed_experts"], tokens=[tokens])
         same(sample["routed_experts"], expected.astype(np.int32))
@@ -294,11 +295,11 @@ def test_step_fields_are_given_whole():
     value = RNG.random((3, 2))
     extents = tuple(stream.append("value", value[i], i) for i in range(3))
     ref = segment_ref(9, steps=(0, 4, 5), extents={"value": extents})
-    (sample,) = Reader(store).read([ref], fields=["value"], tokens=[slice(2, 3)])
+    (sample,) = Reader([HotTier(store)]).read([ref], fields=["value"], tokens=[slice(2, 3)])
     same(sample["value"], value)
     gapped = segment_ref(9, steps=(0, 4, 5), extents={"value": extents[::2]})
     with pytest.raises(GapError, match=r"steps \[1, 2\)"):
-        Reader(store).read([gapped])
+        Reader([HotTier(store)]).read([gapped])
 
 
 # -- what was never sent ---------------------------------------------------------------------------------------------
@@ -426,7 +427,7 @@ def test_any_number_of_ranges_is_the_rows_one_by_one(n_ranges, tmp_path, monkeyp
     rows = RNG.integers(0, 1 << 30, 3 * n_ranges, np.int32)
     extent = stream.append("token_ids", rows)
     write(tmp_path, objects)
-    reader = Reader(HotStore(str(tmp_path)))
+    reader = Reader([HotTier(HotStore(str(tmp_path)))])
     ref = step_ref(len(rows), extents={"token_ids": (extent,)})
     calls = count_calls(monkeypatch)
     order = RNG.permutation(n_ranges)
@@ -511,7 +512,7 @@ def carried(sample, *names):
 def test_inline_payload_needs_no_store(world):
     names = ("token_ids", "loss_mask", "logprobs", "routed_experts")
     ref = segment_ref(30, response_start=12, spans=world.ref.spans, inline=carried(world.read(), *names))
-    alone = Reader(Memory())
+    alone = Reader([HotTier(Memory())])
     (sample,) = alone.read([ref])
     assert set(sample) == set(names)
     for field in names:
@@ -536,7 +537,7 @@ def test_inline_payload_that_no_stream_describes(world):
     whole = world.read()
     inline = {**carried(whole, "routed_experts"), "mine": Inline("float64", (2,), np.array([1.5, 2.5]).tobytes())}
     ref = segment_ref(30, inline=inline)
-    alone = Reader(Memory())
+    alone = Reader([HotTier(Memory())])
     (sample,) = alone.read([ref], layers=slice(1, 3))
     same(sample["routed_experts"], whole["routed_experts"][:, 1:3].copy())
     same(sample["mine"], np.array([1.5, 2.5]))
@@ -571,7 +572,7 @@ def test_cut_ragged_extents_find_their_values(rows, data):
     parts = [ends.cut(a, b) for a, b in ((start, hole), (hole, stop)) if a < b]
     extents = {"r.offsets": tuple(part.at(part.position - start) for part in parts), "r.values": (values,) * len(parts)}
     verify = data.draw(st.sampled_from(["whole", "always"]))
-    (sample,) = Reader(store).read([step_ref(stop - start, extents=extents)], fields=["r"], verify=verify)
+    (sample,) = Reader([HotTier(store)]).read([step_ref(stop - start, extents=extents)], fields=["r"], verify=verify)
     assert lists(sample["r"]) == rows[start:stop]
     assert sample["r"].values.dtype == np.uint8
 
@@ -603,7 +604,7 @@ def test_a_field_stored_in_two_ways_is_read_with_the_wider():
     more[:, 1] = 0
     extents = (narrow.append("routed_experts", rows), wide.append("routed_experts", more[:, [0, 2]], 4))
     ref = step_ref(8, extents={"routed_experts": extents})
-    (sample,) = Reader(store).read([ref], fields=["routed_experts"], dtype="stored")
+    (sample,) = Reader([HotTier(store)]).read([ref], fields=["routed_experts"], dtype="stored")
     same(sample["routed_experts"], np.concatenate([rows, more]))
 
 
@@ -615,7 +616,7 @@ def test_streams_that_no_array_can_hold_together():
     first = one.append("x", [1, 2])
     for other in (two.append("x", [3], 2), three.append("x", [[3, 4]], 2)):
         with pytest.raises(InputError, match="field x"):
-            Reader(store).read([step_ref(3, extents={"x": (first, other)})])
+            Reader([HotTier(store)]).read([step_ref(3, extents={"x": (first, other)})])
 
 
 def test_damaged_references_are_named(world):
@@ -682,14 +683,14 @@ def test_an_extent_read_in_many_parts_is_checked_as_one():
     for threads in (1, 3):
         for dtype in ("train", "stored"):
             store.calls.clear()
-            (sample,) = Reader(store, threads=threads).read([ref], fields=["big"], dtype=dtype)
+            (sample,) = Reader([HotTier(store)], threads=threads).read([ref], fields=["big"], dtype=dtype)
             assert len(store.calls) == 3
             assert max(call[2] for call in store.calls) == 8 << 20
             assert np.array_equal(sample["big"], rows)
     store.objects["streams/one/big/c/0/0"][-1] ^= 4
     for threads in (1, 3):
         with pytest.raises(IntegrityError, match=r"rows \[0, 12000\) of big"):
-            Reader(store, threads=threads).read([ref], fields=["big"])
+            Reader([HotTier(store)], threads=threads).read([ref], fields=["big"])
 
 
 # -- threads and forks -----------------------------------------------------------------------------------------------
@@ -793,7 +794,7 @@ def big_world(root, *, tails):
 @pytest.mark.parametrize("tails", [True, False], ids=["unsealed", "sealed"])
 def test_the_hot_tier(tmp_path, tails):
     ref, rows, ids = big_world(tmp_path, tails=tails)
-    reader = Reader(HotStore(str(tmp_path)), threads=3)
+    reader = Reader([HotTier(HotStore(str(tmp_path)))], threads=3)
     (whole,) = reader.read([ref])
     assert np.array_equal(whole["routed_experts"], rows)
     assert np.array_equal(whole["token_ids"], ids)
@@ -816,7 +817,7 @@ def test_the_hot_tier(tmp_path, tails):
 @pytest.mark.parametrize("tails", [True, False], ids=["unsealed", "sealed"])
 def test_located_bytes_are_the_rows(tmp_path, tails):
     ref, rows, ids = big_world(tmp_path, tails=tails)
-    reader = Reader(HotStore(str(tmp_path)))
+    reader = Reader([HotTier(HotStore(str(tmp_path)))])
 
     def dd(part):
         with open(part.file, "rb") as file:
@@ -847,7 +848,7 @@ def test_bytes_that_are_not_there(tmp_path):
     ref, _, _ = big_world(tmp_path, tails=True)
     for path in (tmp_path / "streams/one/token_ids").glob("tail-*"):
         path.unlink()
-    reader = Reader(HotStore(str(tmp_path)))
+    reader = Reader([HotTier(HotStore(str(tmp_path)))])
     for call in (lambda: reader.read([ref], fields=["token_ids"]), lambda: reader.locate(ref, fields=["token_ids"])):
         with pytest.raises(IntegrityError, match="token_ids"):
             call()
@@ -890,7 +891,7 @@ def rows_from(array):
 def test_references_are_good_while_their_stream_is_written_and_after(tmp_path):
     writer = create_stream(str(tmp_path), Schema.of(PLAIN, TOKEN_IDS), space=Free())
     event = encode_event(Checkpointed("any", 1.0))
-    reader = Reader(HotStore(str(tmp_path)), threads=3)
+    reader = Reader([HotTier(HotStore(str(tmp_path)))], threads=3)
     refs, expected, done = [], [], threading.Event()
 
     def append_all():

@@ -58,8 +58,11 @@ class Target:
     def put(self, source: Source, row: int, data: NDArray[np.uint8]) -> None:
         """Store the rows in ``data``, as ``source`` stores them, from ``row`` on."""
         n = len(data) // source.row_bytes
-        stored = data.view(source.dtype).reshape(n, *source.shape)
-        into = self.array[row : row + n]
+        self.put_rows(source, row, data.view(source.dtype).reshape(n, *source.shape))
+
+    def put_rows(self, source: Source, row: int, stored: Array) -> None:
+        """Store rows from ``row`` on; of a field with layers, all that are stored or those that this array holds."""
+        into = self.array[row : row + len(stored)]
         if self.layers is None and source.field.layers is None:
             copy_rows(into, stored)
         else:

@@ -1,22 +1,22 @@
-"""The thin executor of a plan: read each range once, check it, put its rows where they belong."""
+"""What one read wants, and how it gets it: from each tier in turn what the ones before it do not have."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from crc32c import crc32c
 
-from spool.errors import IntegrityError
+from spool.errors import AbsentError, IntegrityError, ReleasedError, SpoolError
 from spool.read.checks import Check, Part, total
-from spool.read.plan import Fetch, Piece, plan
+from spool.read.plan import Piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -24,35 +24,10 @@ if TYPE_CHECKING:
     from spool.read.assemble import Target
     from spool.read.select import Run
     from spool.read.streams import Source
+    from spool.read.tier import Tier
 
 Verify = Literal["whole", "always", "never"]
 """What is checked: extents read whole; every extent touched, which are then read whole; none."""
-
-GAP_BYTES = 4096
-FETCH_BYTES = 8 << 20
-THREAD_BYTES = 4 << 20
-
-_DISCARD = memoryview(bytearray(GAP_BYTES))
-
-
-class Tier(Protocol):
-    """Bytes at keys, as a reader needs them."""
-
-    def read(self, key: str) -> bytes:
-        """Return a whole object."""
-
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` from ``offset`` on, or raise."""
-
-    def borrow(self, key: str, offset: int, length: int) -> AbstractContextManager[memoryview]:
-        """Lend ``length`` bytes, read-only, inside the context."""
-
-    def path(self, key: str) -> str:
-        """Return the object's path or URL, for people."""
-
-    def close(self) -> None:
-        """Let go of what is open."""
-
 
 class Batch:
     """What one pass over the store brings: pieces, the arrays that take them, and their checksums.
@@ -101,71 +76,63 @@ class Batch:
         return -1
 
 
-def execute(batch: Batch, store: Tier, workers: Workers) -> None:
-    """Read all of ``batch`` into its targets.
+def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
+    """Read all of ``batch`` into its targets, each piece from the first tier that has its object.
 
     Raises:
-        IntegrityError: bytes do not have the checksum they were written with.
+        IntegrityError: bytes are nowhere, or do not have the checksum they were written with.
+        ReleasedError: they were deleted on purpose.
+        StorageError: a tier failed.
     """
-    fetches = plan(batch.pieces, gap=GAP_BYTES, limit=FETCH_BYTES)
-    if len(fetches) > 1 and sum(fetch.length for fetch in fetches) > THREAD_BYTES:
-        workers.each(lambda fetch: _fetch(fetch, batch, store), fetches)
+    left: Sequence[Piece] = batch.pieces
+    for tier in tiers:
+        left = tier.bring(left, batch, workers)
+        if not left:
+            break
     else:
-        for fetch in fetches:
-            _fetch(fetch, batch, store)
+        if left:
+            piece, source = left[0], batch.sources[left[0].key]
+            row = source.pack_of(piece.key) * source.shard_rows + piece.offset // source.row_bytes
+            raise lost(source, row, piece.length // source.row_bytes, tiers)
     for number, parts in batch.parts.items():
-        _compare(batch.checks[number], total(parts), store)
+        compare(batch.checks[number], total(parts), tiers[0])
 
 
-def _fetch(fetch: Fetch, batch: Batch, store: Tier) -> None:
-    source = batch.sources[fetch.key]
-    buffers = _scatter(fetch, source, batch.targets)
-    if buffers is not None:
-        store.read_into(fetch.key, fetch.offset, buffers)
-        for piece in fetch.pieces:
-            if piece.check >= 0:
-                _note(piece, batch.targets[piece.target].slot(source, piece.row, piece.length), batch, store)
-        return
-    with store.borrow(fetch.key, fetch.offset, fetch.length) as view:
-        _spread(fetch, np.frombuffer(view, np.uint8), batch, store)
+def spread(pieces: Iterable[Piece], offset: int, data: NDArray[np.uint8], batch: Batch, tier: Tier) -> None:
+    """Put bytes of one object where they belong, and check them.
 
+    Args:
+        pieces: of one object, inside ``data``.
+        offset: of the first byte of ``data`` in the object.
+        data: stored rows.
+        batch: whose targets take them.
+        tier: where they come from.
 
-def _spread(fetch: Fetch, data: NDArray[np.uint8], batch: Batch, store: Tier) -> None:
-    source = batch.sources[fetch.key]
-    for piece in fetch.pieces:
-        start = piece.offset - fetch.offset
+    Raises:
+        IntegrityError: a checksum does not fit.
+    """
+    for piece in pieces:
+        start = piece.offset - offset
         part = data[start : start + piece.length]
         if piece.check >= 0:
-            _note(piece, part.data, batch, store)
+            note(piece, part.data, batch, tier)
         if piece.target >= 0:
-            batch.targets[piece.target].put(source, piece.row, part)
+            batch.targets[piece.target].put(batch.sources[piece.key], piece.row, part)
 
 
-def _scatter(fetch: Fetch, source: Source, targets: Sequence[Target]) -> list[memoryview] | None:
-    """Return the memory that ``fetch`` can be read into as it is, or None where rows must be converted or copied."""
-    buffers: list[memoryview] = []
-    at = fetch.offset
-    for piece in fetch.pieces:
-        if piece.target < 0 or piece.offset < at or not targets[piece.target].takes(source):
-            return None
-        if piece.offset > at:
-            buffers.append(_DISCARD[: piece.offset - at])
-        buffers.append(targets[piece.target].slot(source, piece.row, piece.length))
-        at = piece.offset + piece.length
-    return buffers
-
-
-def _note(piece: Piece, data: memoryview, batch: Batch, store: Tier) -> None:
+def note(piece: Piece, data: memoryview, batch: Batch, tier: Tier) -> None:
+    """Check the bytes of a piece, or keep their checksum until those of its extent are together."""
     check, crc = batch.checks[piece.check], crc32c(data)
     if piece.length == check.length:
-        _compare(check, crc, store)
+        compare(check, crc, tier)
     else:
         batch.parts.setdefault(piece.check, []).append(Part(piece.offset, piece.length, crc))
 
 
-def _compare(check: Check, crc: int, store: Tier) -> None:
+def compare(check: Check, crc: int, tier: Tier) -> None:
+    """Raise IntegrityError where ``crc`` is not what was written."""
     if crc != check.crc:
-        file = store.path(check.key)
+        file = tier.path(check.key)
         raise IntegrityError(
             f"rows [{check.start}, {check.stop}) of {check.field} in stream {check.stream} sum up to {crc:#010x}, "
             f"but {check.crc:#010x} was written; {file} is damaged: restore it from a copy, or look at what is there "
@@ -173,6 +140,24 @@ def _compare(check: Check, crc: int, store: Tier) -> None:
             stream=check.stream, field=check.field, rows=[check.start, check.stop], file=file,
             expected=check.crc, got=crc,
         )  # fmt: skip
+
+
+def lost(source: Source, row: int, n: int, tiers: Sequence[Tier]) -> SpoolError:
+    """Return why no tier has stored rows ``[row, row + n)`` of ``source``: they were deleted, or they are lost."""
+    pack = row // source.shard_rows
+    what = f"rows [{row}, {row + n}) of {source.field.name} in stream {source.stream}"
+    where = {"stream": source.stream, "field": source.field.name, "rows": [row, row + n]}
+    for tier in tiers:
+        deletion = tier.deletion(source.stream, pack)
+        if deletion is not None:
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(deletion.at))
+            return ReleasedError(f"{what} are gone: pack {pack} was deleted at {when}: {deletion.reason}", **where)
+    places = [tier.path(source.key(pack)) for tier in tiers]
+    return AbsentError(
+        f"{what} were recorded and are not there: {' and '.join(places)} {'is' if len(places) == 1 else 'are'} missing; "
+        "restore the file from a copy, or run `spool verify` to see what else is gone",
+        **where, file=places[0],
+    )  # fmt: skip
 
 
 class Workers:

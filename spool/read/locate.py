@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from spool.errors import IntegrityError
+from spool.errors import AbsentError, IntegrityError
 from spool.read.sample import ByteRange
 from spool.stores.local import parse_tail, tail_site
 
 if TYPE_CHECKING:
-    from spool.read.fetch import Tier
     from spool.read.select import Run
     from spool.read.streams import Source
+    from spool.stores.hot import HotStore
 
 _ROUNDS = 8
 
@@ -25,7 +25,7 @@ class FileRange(NamedTuple):
     length: int
 
 
-def byte_ranges(source: Source, run: Run, store: Tier) -> list[ByteRange]:
+def byte_ranges(source: Source, run: Run, store: HotStore) -> list[ByteRange]:
     """Return where the rows of ``run`` lie: one range, or two where they begin in the shard and end in its tail.
 
     Raises:
@@ -43,13 +43,13 @@ def byte_ranges(source: Source, run: Run, store: Tier) -> list[ByteRange]:
     return ranges
 
 
-def files(store: Tier, key: str, offset: int, length: int) -> list[FileRange]:
+def files(store: HotStore, key: str, offset: int, length: int) -> list[FileRange]:
     """Return the files that hold ``length`` bytes at ``offset`` of ``key`` at this moment.
 
     Raises:
         IntegrityError: none do.
     """
-    path = store.path(key)
+    path, head = store.path(key), 0
     for _ in range(_ROUNDS):  # a writer may move bytes from a tail to the shard between two looks
         size = _size(path)
         head = min(max(size - offset, 0), length)
@@ -59,6 +59,8 @@ def files(store: Tier, key: str, offset: int, length: int) -> list[FileRange]:
         tail = _tail(store, key, offset + head, offset + length)
         if tail is not None:
             return [*ranges, tail]
+    if not head and not os.path.exists(path):
+        raise AbsentError(f"{path} is missing", file=path)
     raise IntegrityError(
         f"{path} and its tails do not hold bytes [{offset}, {offset + length}); if their writer was killed, run "
         "`spool recover`",
@@ -66,7 +68,7 @@ def files(store: Tier, key: str, offset: int, length: int) -> list[FileRange]:
     )  # fmt: skip
 
 
-def _tail(store: Tier, key: str, start: int, stop: int) -> FileRange | None:
+def _tail(store: HotStore, key: str, start: int, stop: int) -> FileRange | None:
     site = tail_site(key)
     if site is None:
         return None

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from spool.errors import InputError, IntegrityError
+from spool.errors import AbsentError, InputError, IntegrityError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
-from spool.read.fetch import Batch, Tier, Verify, Workers, execute
-from spool.read.locate import byte_ranges
+from spool.read.fetch import Batch, Verify, Workers, execute, lost
 from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Sample
@@ -22,6 +21,7 @@ from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
     from spool.model.refs import Ref
+    from spool.read.tier import Tier
 
 __all__ = ["ByteRange", "DtypeChoice", "Reader"]
 
@@ -37,14 +37,14 @@ class Reader:
     """Reads references from a tier. Thread-safe, and usable after a fork.
 
     Args:
-        store: the tier; closed with the reader.
+        tiers: where to look, one after the other; closed with the reader.
         threads: threads that share a large read; twice the CPUs, at most 8, where None.
         reuse_bytes: memory of large results that are gone, kept for those to come.
     """
 
-    def __init__(self, store: Tier, *, threads: int | None = None, reuse_bytes: int = 0) -> None:
-        self._store = store
-        self._streams = Streams(store.read)
+    def __init__(self, tiers: Sequence[Tier], *, threads: int | None = None, reuse_bytes: int = 0) -> None:
+        self._tiers = tiers
+        self._streams = Streams(self._document)
         self._workers = Workers(threads)
         self._memory = Memory(reuse_bytes)
 
@@ -52,7 +52,8 @@ class Reader:
         """Let go of threads and files."""
         self._workers.close()
         self._memory.clear()
-        self._store.close()
+        for tier in self._tiers:
+            tier.close()
 
     def read(
         self,
@@ -101,7 +102,7 @@ class Reader:
         call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory, [])
         each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
         samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
-        execute(call.batch, self._store, self._workers)
+        execute(call.batch, self._tiers, self._workers)
         if call.late:
             self._finish(call, verify)
         return samples
@@ -112,7 +113,7 @@ class Reader:
             batch = Batch(verify)
             for column in ragged:
                 column.want_values(batch, call.target)
-            execute(batch, self._store, self._workers)
+            execute(batch, self._tiers, self._workers)
         for late, columns, name in call.late:
             columns[name] = late.finish()
 
@@ -145,7 +146,25 @@ class Reader:
             selection = lookup.select(ref, name, ranges, sparse=bool(extents_of(ref, name)))
             if selection is not None:
                 found += self._stored_runs(ref, name, selection)
-        return [part for source, run in found for part in byte_ranges(source, run, self._store)]
+        return [part for source, run in found for part in self._ranges(source, run)]
+
+    def _ranges(self, source: Source, run: Run) -> list[ByteRange]:
+        for tier in self._tiers:
+            ranges = tier.locate(source, run)
+            if ranges is not None:
+                return ranges
+        raise lost(source, run.row, run.n, self._tiers)
+
+    def _document(self, key: str) -> bytes:
+        for tier in self._tiers:
+            data = tier.read(key)
+            if data is not None:
+                return data
+        raise AbsentError(
+            f"{' and '.join(tier.path(key) for tier in self._tiers)} is not there: the stream was recorded on another "
+            "node and not published, or is lost; publish it there, or name its root in SPOOL_ROOTS",
+            file=self._tiers[0].path(key),
+        )
 
     def _stored_runs(self, ref: Ref, name: str, selection: Selection) -> list[tuple[Source, Run]]:
         view = selection.view
@@ -153,7 +172,7 @@ class Reader:
             return [(view.values[run.extent.stream], run) for run in selection.runs]
         batch = Batch("never")
         column = _ragged(ref, name, selection, batch)
-        execute(batch, self._store, self._workers)
+        execute(batch, self._tiers, self._workers)
         values = [(view.values[run.extent.stream], run) for run in column.value_runs()]
         return [*((view.offsets[run.extent.stream], run) for run in column.end_runs()), *values]
 

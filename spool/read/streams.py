@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from spool.errors import InputError, IntegrityError
-from spool.formats.shard import parse_group, shard_key
+from spool.formats.shard import group_key, parse_group, shard_key
 from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema, numpy_dtype
 
 if TYPE_CHECKING:
@@ -64,10 +64,18 @@ class Source:
                 f"a shard of {self.shard_rows} rows; the reference is damaged, take it from the catalog again",
                 stream=self.stream, field=self.field.name, rows=[extent.row, extent.row + extent.n],
             )  # fmt: skip
+        return self._keys.get(pack) or self.key(pack), pack * self.shard_rows
+
+    def key(self, pack: int) -> str:
+        """Return the object that holds the array's rows of a pack."""
         key = self._keys.get(pack)
         if key is None:
             key = self._keys[pack] = self._prefix + shard_key(self.name, self._ndim, pack)
-        return key, pack * self.shard_rows
+        return key
+
+    def pack_of(self, key: str) -> int:
+        """Return the pack whose rows the object at ``key`` holds; the inverse of `key`."""
+        return int(key.removeprefix(f"{self._prefix}{self.name}/c/").partition("/")[0])
 
 
 class FieldView(NamedTuple):
@@ -117,7 +125,7 @@ class Streams:
         if known is None:
             if not _STREAM.fullmatch(stream):
                 raise IntegrityError(f"{stream!r} names no stream; the reference is damaged", stream=stream)
-            schema, layout = parse_group(self._read(f"streams/{stream}/zarr.json"))
+            schema, layout = parse_group(self._read(group_key(stream)))
             known = self._streams[stream] = _views(stream, schema, layout)
         return known
 

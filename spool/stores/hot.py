@@ -20,7 +20,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from spool.errors import IntegrityError
+from spool.errors import AbsentError, IntegrityError
 from spool.stores.bounce import BouncePool
 from spool.stores.descriptors import Descriptors, OpenFile
 from spool.stores.local import BLOCK, map_os_error, parse_tail, tail_name, tail_site
@@ -113,7 +113,7 @@ class HotStore:
                     return max([size, *ends])
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
-        raise _short(path, key, 0, 1, 0)
+        raise _short(path, key, 0, 1, 0, absent=True)
 
     def read(self, key: str) -> bytes:
         """Return all bytes at ``key``.
@@ -135,7 +135,7 @@ class HotStore:
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
         if file is None or got < size:
-            raise _short(path, key, 0, max(size, 1), got)
+            raise _short(path, key, 0, max(size, 1), got, absent=file is None)
         return bytes(data)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -178,7 +178,7 @@ class HotStore:
         """Read ``length`` bytes into ``buffers``; ``block``, if given, is the aligned memory that they lie in."""
         if length == 0:
             return
-        path, site, got, last_size = self.path(key), None, 0, -1
+        path, site, got, last_size, file = self.path(key), None, 0, -1, None
         try:
             for _ in _rounds():
                 file, size = self._open(path)
@@ -199,7 +199,7 @@ class HotStore:
                 last_size = size
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
-        raise _short(path, key, offset, length, got)
+        raise _short(path, key, offset, length, got, absent=file is None)
 
     def _open(self, path: str) -> tuple[OpenFile | None, int]:
         """Return the file at ``path`` and its size; None and 0 where there is none."""
@@ -302,8 +302,8 @@ def _rounds() -> Iterator[None]:
         pause = min(pause + 0.0005, 0.02)
 
 
-def _short(path: str, key: str, offset: int, expected: int, got: int) -> IntegrityError:
-    return IntegrityError(
+def _short(path: str, key: str, offset: int, expected: int, got: int, *, absent: bool) -> IntegrityError:
+    return (AbsentError if absent else IntegrityError)(
         f"{path}: bytes [{offset}, {offset + expected}) were recorded and only {got} of them are there; the file "
         "or its tail was removed or cut: read from the cold tier, or run `spool verify` to see what else is gone",
         key=key,
