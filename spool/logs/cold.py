@@ -7,22 +7,28 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from spool.catalog import Catalog
+from spool.catalog import Catalog, PackState
 from spool.errors import NotFoundError
 from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
+from spool.formats.shard import group_key, parse_group
+from spool.logs import markers
 from spool.model.events import Event
 from spool.stores.objects import Objects
 
 
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
 PAGE = 64
-"""Objects that are fetched together and taken in by one transaction."""
+"""Objects that are taken in by one transaction."""
+FETCHES = 8
+"""Of those, how many are fetched at a time."""
 
 _KEPT_BYTES = 64 << 20
+_FACT_STREAM = "facts-"
 
 
 def records_key(stream: str, pack: int) -> str:
@@ -31,14 +37,34 @@ def records_key(stream: str, pack: int) -> str:
 
 
 def gone_key(stream: str, pack: int) -> str:
-    """Return the object that says that a pack is deleted."""
+    """Return the object that says that a pack is deleted: its tombstone."""
     return f"{GONE}{stream}-{pack}"
 
 
-def parse_gone(key: str) -> tuple[str, int] | None:
-    """Return the pack that a key in ``gone/`` is about; None for a key of something else."""
+def parse_gone_key(key: str) -> tuple[str, int] | None:
+    """Return the pack that a tombstone is about; None for a key of something else."""
     stream, _, number = key.removeprefix(GONE).rpartition("-")
     return (stream, int(number)) if stream and number.isdecimal() else None
+
+
+def manifest_key(entry: PackEntry) -> str:
+    """Return where a pack's manifest lies: by the time it was sealed, so that a repeated upload writes the same."""
+    return f"{MANIFESTS}{int(entry.sealed_at * 1000):013d}-{entry.stream}-{entry.pack}.parquet"
+
+
+def fact_stream(key: str) -> str:
+    """Return the name under which the catalog files the events of a fact file."""
+    return _FACT_STREAM + key.removeprefix(FACTS).removesuffix(".parquet")
+
+
+def fact_key(stream: str) -> str:
+    """Return the fact file that a name of `fact_stream` stands for."""
+    return f"{FACTS}{stream.removeprefix(_FACT_STREAM)}.parquet"
+
+
+def is_fact_stream(stream: str) -> bool:
+    """Whether a name in the catalog is that of a fact file."""
+    return stream.startswith(_FACT_STREAM)
 
 
 class ColdFeeder:
@@ -49,20 +75,24 @@ class ColdFeeder:
     Args:
         objects: the cold root.
         catalog: what is fed.
+        is_local: whether a stream is in a hot root of the same catalog, whose files say what is evicted.
     """
 
-    def __init__(self, objects: Objects, catalog: Catalog) -> None:
+    def __init__(self, objects: Objects, catalog: Catalog, is_local: Callable[[str], bool] = lambda _: False) -> None:
         self.objects = objects
         self._catalog = catalog
+        self._is_local = is_local
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="spool-manifests")
+        self._layouts: dict[str, Mapping[str, int]] = {}
         self._looked_at = 0.0
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
 
-    def _own(self) -> threading.Lock:
+    def _own(self) -> threading.RLock:
         if self._pid != os.getpid():
             self._reset()
         return self._lock
@@ -86,30 +116,65 @@ class ColdFeeder:
     def _look(self) -> bool:
         gone = [found.key for found in self.objects.list(GONE)]
         there = [found.key for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)]
-        seen = self._catalog.seen_objects()
+        seen = self._catalog.packs.seen()
         new = [key for key in there if key not in seen]
         for start in range(0, len(new), PAGE):
-            page = new[start : start + PAGE]
-            try:
-                found = [self.objects.get(key) for key in page]
-            except NotFoundError:
+            if not self._take_in(new[start : start + PAGE]):
                 return False
-            self._take_in(page, found)
         for key in gone:
-            pack = parse_gone(key)
+            pack = parse_gone_key(key)
             if pack is not None and key not in seen:
-                self._catalog.forget(*pack)
-                self._catalog.saw([key])
+                told = markers.parse_gone(self.objects.get(key), key)
+                self._catalog.forget(*pack, at=told.at, reason=told.reason)
+                self._catalog.packs.saw([key])
+        lost = seen.difference(there, gone)
+        for key in lost:
+            if key.startswith(FACTS):
+                self._catalog.forget(fact_stream(key), 0)
+        self._catalog.packs.unsee(lost)
         return True
 
-    def _take_in(self, keys: Sequence[str], found: Sequence[bytes]) -> None:
-        for key, data in zip(keys, found, strict=True):
-            if key.startswith(FACTS):
-                self._catalog.ingest_pack(fact_stream(key), 0, manifest.decode_facts(data))
-            else:
+    def _take_in(self, keys: Sequence[str]) -> bool:
+        """Take in objects; return False where one is no longer there."""
+        try:
+            found = list(self._threads.map(self.objects.get, keys))
+        except NotFoundError:
+            return False
+        with self._catalog.bulk():
+            for key, data in zip(keys, found, strict=True):
+                if key.startswith(FACTS):
+                    self._catalog.ingest_pack(fact_stream(key), 0, manifest.decode_facts(data))
+                    continue
                 for entry, events in manifest.decode(data):
-                    self._catalog.ingest_pack(entry.stream, entry.pack, events, entry=entry)
-        self._catalog.saw(keys)
+                    self._take_in_pack(entry, events)
+            self._catalog.packs.saw(keys)
+        return True
+
+    def _take_in_pack(self, entry: PackEntry, events: Sequence[bytes]) -> None:
+        self._catalog.ingest_pack(entry.stream, entry.pack, events, shard_rows=self.shard_rows)
+        state: PackState = "spilled" if self._is_local(entry.stream) else "evicted"
+        self._catalog.packs.mark(
+            entry.stream,
+            entry.pack,
+            state,
+            hot_bytes=entry.hot_bytes,
+            stored_bytes=entry.stored_bytes,
+            sealed_at=entry.sealed_at,
+        )
+
+    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
+        """Return R of each array of a stream, or None where the cold root does not know the stream.
+
+        Raises:
+            StorageError: the cold root cannot be reached.
+        """
+        known = self._layouts.get(stream)
+        if known is None:
+            try:
+                known = self._layouts[stream] = parse_group(self.objects.get(group_key(stream)))[1].shard_rows
+            except NotFoundError:
+                return None
+        return known
 
     # -- writing facts -----------------------------------------------------------------------------------------------
 
@@ -123,7 +188,7 @@ class ColdFeeder:
         payloads = [encode_event(event) for event in events]
         self.objects.put(key, manifest.encode_facts(payloads))
         self._catalog.ingest_pack(fact_stream(key), 0, payloads)
-        self._catalog.saw([key])
+        self._catalog.packs.saw([key])
 
     # -- reading records ---------------------------------------------------------------------------------------------
 
@@ -153,13 +218,3 @@ class ColdFeeder:
             NotFoundError, IntegrityError, StorageError: as `records`.
         """
         return records.decode(self.records(stream, pack))
-
-
-def fact_stream(key: str) -> str:
-    """Return the name under which the catalog files the events of a fact file."""
-    return "facts-" + key.removeprefix(FACTS).removesuffix(".parquet")
-
-
-def manifest_key(entry: PackEntry) -> str:
-    """Return where a pack's manifest lies: by the time it was sealed, so that a repeated upload writes the same."""
-    return f"{MANIFESTS}{int(entry.sealed_at * 1000):013d}-{entry.stream}-{entry.pack}.parquet"

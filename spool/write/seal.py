@@ -121,7 +121,7 @@ def _complete_shards(folder: Folder, pack: int, rows: Mapping[str, int], *, dire
         for spec in folder.schema.arrays:
             n = rows.get(spec.name, 0)
             if n == 0:
-                _remove_shard(folder, spec, pack)
+                remove_shard(folder, spec, pack)
                 continue
             path = folder.shard_path(spec, pack)
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -190,7 +190,7 @@ def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, documents
         documents.add(path, folder.metadata(spec, after))
 
 
-def _remove_shard(folder: Folder, spec: ArraySpec, pack: int) -> None:
+def remove_shard(folder: Folder, spec: ArraySpec, pack: int) -> None:
     """Remove the shard of an array that has no rows in a pack, and its folders."""
     path = folder.shard_path(spec, pack)
     unlink_quietly(path)

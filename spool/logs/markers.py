@@ -21,10 +21,12 @@ class Gone(Struct, frozen=True):
     Attributes:
         at: when it was decided, seconds since the epoch.
         reason: why.
+        done: nothing is left of it in the cold root, where there is one.
     """
 
     at: float
     reason: str
+    done: bool = False
 
 
 def spilled_path(root: str, stream: str, pack: int) -> str:
@@ -69,3 +71,15 @@ def _read(path: str, kind: type[T]) -> T | None:
         return None
     except msgspec.DecodeError as error:
         raise IntegrityError(f"{path} is torn: {error}; remove it, and the pack is brought over again", file=path) from error
+
+
+def parse_gone(data: bytes, where: str) -> Gone:
+    """Return what a marker says.
+
+    Raises:
+        IntegrityError: it is torn.
+    """
+    try:
+        return msgspec.json.decode(data, type=Gone)
+    except msgspec.DecodeError as error:
+        raise IntegrityError(f"{where} is torn: {error}; it says when and why a pack was deleted", file=where) from error
