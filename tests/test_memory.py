@@ -52,6 +52,18 @@ def test_whatever_is_made_of_an_array_keeps_its_memory(keep):
     del kept
 
 
+def test_only_the_last_user_gives_memory_back():
+    memory = Memory(256 << 20)
+    array = memory.empty((N, 2), INT32)
+    for view in (array.base[:4], array.base.view(), array.base.copy()):
+        del view
+    gc.collect()
+    assert memory.idle_bytes == 0
+    del array
+    gc.collect()
+    assert memory.idle_bytes == 2 * SMALLEST_BYTES
+
+
 def test_a_torch_tensor_keeps_its_memory():
     import torch
 

@@ -52,8 +52,9 @@ class Lookup:
     def view(self, ref: Ref, name: str) -> FieldView | None:
         """Return what ``name`` is, from its rows, else from any schema at hand; None where no one knows."""
         extents = extents_of(ref, name)
-        if extents:
-            return self._streams.field(name, extents)
+        return self._streams.field(name, extents) if extents else self._unstored(ref, name)
+
+    def _unstored(self, ref: Ref, name: str) -> FieldView | None:
         for stream in {other[0].stream for other in ref.extents.values() if other}:
             view = self._streams.fields(stream).get(name)
             if view is not None:
@@ -81,7 +82,8 @@ class Lookup:
             GapError: some were never sent.
             NotFoundError: none was ever sent.
         """
-        extents, view = extents_of(ref, name), self.view(ref, name)
+        extents = extents_of(ref, name)
+        view = self._streams.field(name, extents) if extents else self._unstored(ref, name)
         if view is None:
             if ref.n_tokens == 0:
                 return None

@@ -9,21 +9,31 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
-import weakref
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-SMALLEST_BYTES = 1 << 20
+SMALLEST_BYTES = 128 << 10
+"""From here on malloc would map memory afresh, too."""
 
 Dtype = np.dtype[Any]
+
+_BYTE = np.dtype(np.uint8)
 
 
 class _Owner(np.ndarray[Any, Any]):
     """What an array's memory belongs to. A type of its own: numpy passes over a base that is another plain array."""
+
+    give: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.give is not None:
+            self.give()
 
 
 class Memory:
@@ -48,8 +58,8 @@ class Memory:
         if n_bytes < SMALLEST_BYTES:
             return np.empty(shape, dtype)
         block = self._take(n_bytes) or _map(n_bytes)
-        owner = _Owner(n_bytes, np.uint8, buffer=block)
-        weakref.finalize(owner, self._give, block).atexit = False
+        owner = _Owner(n_bytes, _BYTE, buffer=block)
+        owner.give = partial(self._give, block)
         return np.ndarray(shape, dtype, buffer=owner)
 
     def _take(self, n_bytes: int) -> mmap.mmap | None:

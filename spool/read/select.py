@@ -51,8 +51,9 @@ def token_ranges(tokens: Tokens, n_tokens: int) -> list[Range]:
     """
     if tokens is None:
         return [(0, n_tokens)]
-    slices = [tokens] if isinstance(tokens, slice) else tokens
-    return [plain_range(part, n_tokens, what="tokens") for part in slices]
+    if isinstance(tokens, slice):
+        return [plain_range(tokens, n_tokens, what="tokens")]
+    return [plain_range(part, n_tokens, what="tokens") for part in tokens]
 
 
 def plain_range(part: slice, n: int, *, what: str) -> Range:
