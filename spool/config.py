@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Literal, get_args, get_type_hints
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -69,28 +70,31 @@ def search_roots() -> tuple[str, ...]:
     return tuple(part for part in os.environ.get("SPOOL_ROOTS", "").split(os.pathsep) if part)
 
 
-def parse_uri(uri: str | None) -> Config:
+def parse_uri(uri: str | os.PathLike[str] | None) -> Config:
     """Parse ``file:///path?option=value&...`` or a plain path.
 
     Args:
-        uri: the location; None for ``$SPOOL_URI``.
+        uri: the location; None for ``$SPOOL_URI``. A path whose first part has a colon begins with ``./``.
 
     Raises:
         ConfigError: no location, an unknown scheme or option, a value that does not parse.
     """
-    text = uri or default_location()
-    if not text:
+    text = default_location() if uri is None else uri
+    if text is None:
         raise ConfigError("no spool given: pass a URI such as file:///nvme/spool, or set SPOOL_URI")
+    if isinstance(text, os.PathLike):
+        text = os.fspath(text)
+    if not isinstance(text, str):
+        raise ConfigError(f"a spool is named by a URI or a path, got {type(text).__name__} {text!r:.80}")
     path, query = _split(text)
-    if "\0" in path or not path:
-        raise ConfigError(f"{text!r} names no directory")
+    _check_path(path)
     options = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in OPTIONS:
             hint = "; this version has no cold tier" if name == "spill" else ""
-            raise ConfigError(f"unknown option {name!r} in {text!r}; known: {', '.join(OPTIONS)}{hint}", option=name)
+            raise ConfigError(f"unknown option {name!r} of {path!r}; known: {', '.join(OPTIONS)}{hint}", option=name)
         if name in options:
-            raise ConfigError(f"option {name!r} stands twice in {text!r}", option=name)
+            raise ConfigError(f"option {name!r} of {path!r} stands twice", option=name)
         options[name] = _option(name, value)
     config = Config(root=os.path.abspath(path), **options)  # type: ignore[arg-type]
     if config.hot_bytes is not None and config.hot_bytes < LEAST_HOT_BYTES:
@@ -102,37 +106,69 @@ def parse_uri(uri: str | None) -> Config:
 
 
 def _split(text: str) -> tuple[str, str]:
-    if "://" not in text:
+    """Return path and query. Errors quote no more than a scheme or a host: what stands around them may be a secret."""
+    scheme = _SCHEME.match(text)
+    if scheme is None:
         path, _, query = text.partition("?")
         return os.path.expanduser(path), query
-    parts = urlsplit(text)
+    if scheme[2] is None:
+        raise ConfigError(
+            f"{scheme[1]}: begins neither a URI nor a path; write file:///path for a directory, and ./{scheme[1]}:... "
+            "for one whose name has a colon"
+        )
+    if _CONTROL.search(text):
+        raise ConfigError("a spool URI holds no newlines and other control characters")
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        raise ConfigError("this is no URI: its host cannot be read; write file:///path") from None
     if parts.scheme != "file":
         raise ConfigError(f"a hot root is a local directory (file:///path), not {parts.scheme}://")
     if parts.username or parts.password:
         raise ConfigError("a spool URI carries no credentials")
     if parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"{text!r} names a host; write file:///path with three slashes")
-    return unquote(parts.path), parts.query
+        raise ConfigError(f"the URI names the host {parts.netloc!r}; write file:///path with three slashes")
+    if parts.fragment:
+        raise ConfigError("a spool URI has no fragment; write %23 for a # in the path")
+    try:
+        return unquote(parts.path, errors="strict"), parts.query
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the escapes in {parts.path!r} are not UTF-8 ({error})") from error
+
+
+def _check_path(path: str) -> None:
+    """Refuse a path that references could not carry, or that nobody means."""
+    if not path:
+        raise ConfigError("the location is empty; pass a URI such as file:///nvme/spool, or None for SPOOL_URI")
+    if _CONTROL.search(path):
+        raise ConfigError(f"{path!r} holds a newline or another control character; was it read from a file?")
+    if any("\ud800" <= char <= "\udfff" for char in path):
+        raise ConfigError(f"{path!r} is not UTF-8, and references carry the root as text; rename the directory")
 
 
 _TYPES = get_type_hints(Config)
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def _option(name: str, value: str) -> object:
     try:
         if name.endswith("_bytes"):
             size = parse_size(value)
-            if size <= 0:
-                raise ConfigError(f"option {name}={value!r} must be positive", option=name)
+            if not 0 < size < 1 << 63:
+                raise ConfigError(f"{size} is not in (0, 2**63)")
             return size
         if name == "fields":
             return tuple(part for part in value.split(",") if part)
         if name == "direct":
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
         number = msgspec.convert(value, _TYPES[name], strict=False)
-    except (msgspec.ValidationError, KeyError) as error:
-        choices = f" (one of {', '.join(get_args(Durability))})" if name == "durability" else ""
-        raise ConfigError(f"option {name}={value!r} is not valid{choices}", option=name) from error
+    except (msgspec.ValidationError, KeyError, ValueError, OverflowError) as error:
+        hint: object = "true or false" if name == "direct" else error
+        if name == "durability":
+            hint = f"one of {', '.join(get_args(Durability))}"
+        raise ConfigError(f"option {name}={value!r:.80} is not valid ({hint})", option=name) from error
     if isinstance(number, int | float) and not number > 0:
         raise ConfigError(f"option {name}={value!r} must be positive", option=name)
     return number
