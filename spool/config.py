@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from typing import Literal, get_args, get_type_hints
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -106,29 +108,33 @@ def search_roots() -> tuple[str, ...]:
     return tuple(part for part in os.environ.get("SPOOL_ROOTS", "").split(os.pathsep) if part)
 
 
-def parse_uri(uri: str | None) -> Config:
+def parse_uri(uri: str | os.PathLike[str] | None) -> Config:
     """Parse ``file:///path?option=value&...`` or a plain path.
 
     Args:
-        uri: the location; None for ``$SPOOL_URI``.
+        uri: the location; None for ``$SPOOL_URI``. A path whose first part has a colon begins with ``./``.
 
     Raises:
         ConfigError: no location, an unknown scheme or option, a value that does not parse.
     """
-    text = uri or default_location()
-    if not text:
+    text = default_location() if uri is None else uri
+    if text is None:
         raise ConfigError("no spool given: pass a URI such as file:///nvme/spool, or set SPOOL_URI")
+    if isinstance(text, os.PathLike):
+        text = os.fspath(text)
+    if not isinstance(text, str):
+        raise ConfigError(f"a spool is named by a URI or a path, got {type(text).__name__} {text!r:.80}")
     place, _, query = text.partition("?")
-    where = {"root": None, "spill": cold_url(place)} if _is_remote(place) else {"root": _local_path(place)}
+    where = _where(place)
     options: dict[str, object] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in OPTIONS:
-            raise ConfigError(f"unknown option {name!r} in {text!r}; known: {', '.join(OPTIONS)}", option=name)
+            raise ConfigError(f"unknown option {name!r} of a spool; known: {', '.join(OPTIONS)}", option=name)
         if name in options:
-            raise ConfigError(f"option {name!r} stands twice in {text!r}", option=name)
+            raise ConfigError(f"option {name!r} stands twice", option=name)
         options[name] = _option(name, value)
     if where["root"] is None and "spill" in options:
-        raise ConfigError(f"{text!r} is a cold root and cannot spill; put the hot root in front: file:///nvme/spool?spill=")
+        raise ConfigError("a cold root cannot spill; put the hot root in front: file:///nvme/spool?spill=s3://...")
     config = Config(**{**where, **options})  # type: ignore[arg-type]
     _check_apart(config)
     if config.hot_bytes is not None and config.hot_bytes < LEAST_HOT_BYTES:
@@ -139,23 +145,49 @@ def parse_uri(uri: str | None) -> Config:
     return config
 
 
-def _is_remote(place: str) -> bool:
-    return "://" in place and urlsplit(place).scheme != "file"
+def _where(place: str) -> dict[str, str | None]:
+    """Return ``root`` or ``spill`` of a location. Errors quote no more than a scheme or a host: the rest may be secret."""
+    scheme = _SCHEME.match(place)
+    if scheme is not None and scheme[2] is None:
+        raise ConfigError(
+            f"{scheme[1]}: begins neither a URI nor a path; write file:///path for a directory, and ./{scheme[1]}:... "
+            "for one whose name has a colon"
+        )
+    if scheme is not None and scheme[1].lower() != "file":
+        return {"root": None, "spill": cold_url(place)}
+    return {"root": _local_path(place)}
+
+
+def _parse_url(url: str) -> SplitResult:
+    if _CONTROL.search(url):
+        raise ConfigError("a spool URI holds no newlines and other control characters")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError("this is no URI: its host cannot be read; write file:///path") from None
+    if parts.username or parts.password:
+        raise ConfigError(
+            "a spool URI carries no credentials; put them where the object store's client looks for them "
+            "(AWS_ACCESS_KEY_ID and the like, or ~/.aws/credentials)"
+        )
+    if parts.fragment:
+        raise ConfigError("a spool URI has no fragment; write %23 for a # in the path")
+    return parts
 
 
 def _local_path(place: str) -> str:
     """Return the absolute path that ``file:///path`` or a plain path names."""
-    if "://" in place:
-        parts = urlsplit(place)
-        if parts.username or parts.password:
-            raise ConfigError("a spool URI carries no credentials")
-        if parts.netloc not in ("", "localhost"):
-            raise ConfigError(f"{place!r} names a host; write file:///path with three slashes")
-        path = unquote(parts.path)
-    else:
+    if _SCHEME.match(place) is None:
         path = os.path.expanduser(place)
-    if "\0" in path or not path:
-        raise ConfigError(f"{place!r} names no directory")
+    else:
+        parts = _parse_url(place)
+        if parts.netloc not in ("", "localhost"):
+            raise ConfigError(f"the URI names the host {parts.netloc!r}; write file:///path with three slashes")
+        try:
+            path = unquote(parts.path, errors="strict")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the escapes in {parts.path!r} are not UTF-8 ({error})") from error
+    _check_path(path)
     return os.path.abspath(path)
 
 
@@ -163,20 +195,16 @@ def cold_url(text: str) -> str:
     """Return the URL of a cold root in one form: no trailing slash, ``file://`` for a plain path.
 
     Raises:
-        ConfigError: it is no URL, carries credentials or options, or names what does not outlive a process.
+        ConfigError: it is no URL, carries credentials, or names what does not outlive a process.
     """
-    if "://" not in text or text.startswith("file:"):
-        return f"file://{_local_path(text)}"
-    parts = urlsplit(text)
-    if parts.username or parts.password:
-        raise ConfigError(
-            "a spool URI carries no credentials; put them where the object store's client looks for them "
-            "(AWS_ACCESS_KEY_ID and the like, or ~/.aws/credentials)"
-        )
+    scheme = _SCHEME.match(text)
+    if scheme is None or scheme[1].lower() == "file":
+        return f"file://{quote(_local_path(text))}"
+    parts = _parse_url(text)
     if parts.scheme == "memory":
-        raise ConfigError("a cold root outlives the process, memory:// does not")
-    if parts.query or parts.fragment or not (parts.netloc or parts.path.strip("/")):
-        raise ConfigError(f"{text!r} is not a cold root; write for example s3://bucket/prefix", option="spill")
+        raise ConfigError("a cold root outlives the process, memory:// does not", option="spill")
+    if not scheme[2] or parts.query or not (parts.netloc or parts.path.strip("/")):
+        raise ConfigError("this is not a cold root; write for example s3://bucket/prefix", option="spill")
     return text.rstrip("/")
 
 
@@ -184,34 +212,47 @@ def _check_apart(config: Config) -> None:
     """Refuse a cold root inside the hot one, or around it."""
     if config.root is None or config.spill is None or not config.spill.startswith("file://"):
         return
-    hot, cold = os.path.realpath(config.root), os.path.realpath(config.spill.removeprefix("file://"))
+    hot, cold = os.path.realpath(config.root), os.path.realpath(_local_path(config.spill))
     if os.path.commonpath([hot, cold]) in (hot, cold):
         raise ConfigError(f"spill={config.spill} lies inside the hot root {config.root}, or around it", option="spill")
+
+
+def _check_path(path: str) -> None:
+    """Refuse a path that references could not carry, or that nobody means."""
+    if not path:
+        raise ConfigError("the location is empty; pass a URI such as file:///nvme/spool, or None for SPOOL_URI")
+    if _CONTROL.search(path):
+        raise ConfigError(f"{path!r} holds a newline or another control character; was it read from a file?")
+    if any("\ud800" <= char <= "\udfff" for char in path):
+        raise ConfigError(f"{path!r} is not UTF-8, and references carry the root as text; rename the directory")
 
 
 _TYPES = get_type_hints(Config)
 _CHOICES = ("durability", "spill_when", "verify_upload")
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
 
 def _option(name: str, value: str) -> object:
+    if name in _PARSERS:
+        return _PARSERS[name](value)
     try:
         if name.endswith("_bytes"):
             size = parse_size(value)
-            if size <= 0:
-                raise ConfigError(f"option {name}={value!r} must be positive", option=name)
+            if not 0 < size < 1 << 63:
+                raise ConfigError(f"{size} is not in (0, 2**63)")
             return size
-        if name == "spill":
-            return cold_url(value)
-        if name == "retention":
-            return _retention(value)
         if name == "fields":
             return tuple(part for part in value.split(",") if part)
         if name == "direct":
             return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
         number = msgspec.convert(value, _TYPES[name], strict=False)
-    except (msgspec.ValidationError, KeyError) as error:
-        choices = f" (one of {', '.join(map(str, get_args(_TYPES[name])))})" if name in _CHOICES else ""
-        raise ConfigError(f"option {name}={value!r} is not valid{choices}", option=name) from error
+    except (msgspec.ValidationError, KeyError, ValueError, OverflowError) as error:
+        hint: object = "true or false" if name == "direct" else error
+        if name in _CHOICES:
+            hint = f"one of {', '.join(map(str, get_args(_TYPES[name])))}"
+        raise ConfigError(f"option {name}={value!r:.80} is not valid ({hint})", option=name) from error
     if isinstance(number, int | float) and not number > 0:
         raise ConfigError(f"option {name}={value!r} must be positive", option=name)
     return number
@@ -231,3 +272,6 @@ def _retention(value: str) -> Retention:
                 option="retention",
             )
     return Retention(released, age_s)
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {"spill": cold_url, "retention": _retention}

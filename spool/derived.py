@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import get_args
 
+from spool.arguments import one_of
 from spool.catalog import Catalog, LogItem, SessionRow
 from spool.model.events import Annotated, Event, Released, SessionFinalized
 from spool.model.refs import SegmentRef
@@ -24,13 +26,13 @@ def derived_segments(
     Args:
         catalog: the spool's.
         recorded: returns a session's state by id.
-        where: a filter expression; see `spool.catalog.where`.
+        where: a filter expression that was checked; see `Catalog.check_filter`.
         view: the view.
 
     Raises:
-        InputError: the filter does not parse; raised by the call.
+        InputError: there is no such view; raised by the call.
     """
-    catalog.segments(where)
+    one_of("view", view, get_args(View))
     rows = catalog.sessions("state = 'final'", order=("finished_at",))
     return (ref for page in _pages(rows) for ref in _filtered(catalog, recorded, page, where, view))
 

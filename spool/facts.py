@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spool.arguments import one_of
 from spool.errors import InputError
 from spool.formats import arrays, values
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
 from spool.model.events import Annotated, Attached, Checkpointed, Event, Released, SessionDiscarded
-from spool.model.fields import BUILT_IN, FieldSpec, Schema
+from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
 from spool.recorder import Recorder
@@ -52,6 +53,8 @@ class Facts:
         if not isinstance(ref, SegmentRef | StepRef) or ref.spool_id != self._recorder.spool_id:
             raise InputError(f"attach takes a segment or step of this spool, got {ref!r:.80}")
         self._require(ref.session_id)
+        if align is not None:
+            one_of("align", align, get_args(Align))
         checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
         for spec, rows in checked:
             self._attach(ref, spec, rows)
@@ -115,6 +118,8 @@ class Facts:
         """See `Spool.release`."""
         by_session: dict[str, list[str]] = {}
         for ref in refs:
+            if ref.spool_id != self._recorder.spool_id:
+                raise InputError(f"{ref.id} is a segment of spool {ref.spool_id}; release it there", ref=ref.id)
             by_session.setdefault(ref.session_id, []).append(ref.key)
         for session_id, names in by_session.items():
             self._record(Released(session_id, time.time(), tuple(names), tag))

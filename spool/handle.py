@@ -6,13 +6,13 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool import audit
+from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import Config, parse_uri
@@ -26,13 +26,14 @@ from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
 from spool.model.refs import Ref, SegmentRef, StepRef
-from spool.opening import opening, text
+from spool.opening import opening, specs
 from spool.read.reader import ByteRange
 from spool.read.sample import Sample
 from spool.read.select import Tokens
 from spool.readers import Readers
 from spool.record import SuspendToken
 from spool.recorder import Recorder
+from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, make_identity, read_identity
 from spool.session import Session
@@ -40,9 +41,15 @@ from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
 
+_REFERENCES = "references, as append, finalize and segments() return them"
+
 
 def open(  # noqa: A001
-    uri: str | None = None, *, fields: Sequence[FieldSpec] = (), create: bool = True, readonly: bool = False
+    uri: str | os.PathLike[str] | None = None,
+    *,
+    fields: Sequence[FieldSpec] = (),
+    create: bool = True,
+    readonly: bool = False,
 ) -> Spool:
     """Open a spool.
 
@@ -56,11 +63,11 @@ def open(  # noqa: A001
         ConfigError: the URI or the file system does not fit.
         NotFoundError: there is no spool and it is not to be created.
     """
-    config = parse_uri(uri)
+    config, declared = parse_uri(uri), tuple(specs("fields", fields))
     identity = make_identity(config.root) if create and not readonly else read_identity(config.root)
     if identity is None:
         raise NotFoundError(f"there is no spool at {config.root} (no spool.json)", root=config.root)
-    return Spool(config, identity.id, tuple(fields), readonly=readonly)
+    return Spool(config, identity.id, declared, readonly=readonly)
 
 
 class Spool:
@@ -131,7 +138,7 @@ class Spool:
             split=split,
             attempt=attempt,
             experts=experts,
-            fields=(*self._fields, *fields),
+            fields=(*self._fields, *specs("fields", fields)),
             prefer=prefer,
             trim=trim,
             idle_s=self.config.session_idle_s if idle_s is None else idle_s,
@@ -147,7 +154,7 @@ class Spool:
             SessionStateError: the session is live here.
         """
         try:
-            suspended = msgspec.json.decode(token, type=SuspendToken)
+            suspended = msgspec.json.decode(arguments.text("token", token), type=SuspendToken)
         except msgspec.DecodeError as error:
             raise InputError(f"this is not a suspend token: {error}") from error
         if suspended.spool != self.spool_id:
@@ -171,7 +178,7 @@ class Spool:
             NotFoundError: no such session is recorded.
             InputError: a fact is not JSON-able.
         """
-        self._facts.annotate(session_id, segment, facts)
+        self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
     def attach(self, ref: SegmentRef | StepRef, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
@@ -192,19 +199,27 @@ class Spool:
         Raises:
             NotFoundError: no such session is recorded.
         """
-        self._facts.discard(session_id)
+        self._facts.discard(arguments.text("session_id", session_id))
 
     async def discard_async(self, session_id: str) -> None:
         """`discard` on Spool's own threads."""
-        await self._facts.discard_async(session_id, self._on_thread)
+        await self._facts.discard_async(arguments.text("session_id", session_id), self._on_thread)
 
     def release(self, refs: SegmentRef | Sequence[SegmentRef], tag: str | None = None) -> None:
-        """Say that segments are consumed, for good or until ``checkpointed(tag)``; twice is the same as once."""
-        self._facts.release([refs] if isinstance(refs, SegmentRef) else refs, tag)
+        """Say that segments are consumed, for good or until ``checkpointed(tag)``; twice is the same as once.
+
+        Raises:
+            InputError: something else than segments of this spool.
+        """
+        many = [refs] if isinstance(refs, SegmentRef) else refs
+        self._facts.release(
+            arguments.listed("refs", many, SegmentRef, "segments, as finalize and segments() return them"),
+            arguments.optional(arguments.label, "tag", tag),
+        )
 
     def checkpointed(self, tag: str) -> None:
         """Say that no restart needs what was released under ``tag``."""
-        self._facts.checkpointed(text("tag", tag))
+        self._facts.checkpointed(arguments.label("tag", tag))
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -212,13 +227,16 @@ class Spool:
         """Iterate the recorded sessions, oldest first.
 
         Args:
-            where: a filter such as ``reward > 0.5 and source = 'swe'``; names it does not know are late facts.
+            where: a filter such as ``reward > 0.5 and source = 'swe'``; names are columns, or late facts that
+                some session here has.
             discarded: those that were withdrawn, too.
 
         Raises:
-            InputError: the filter does not parse; raised by the call.
+            InputError: the filter does not parse or has an unknown name; raised by the call.
         """
         self._feeder.catch_up()
+        if where is not None:
+            self._catalog.check_filter(where, "sessions")
         rows = self._catalog.sessions(where)
         return rows if discarded else (row for row in rows if row.state != "discarded")
 
@@ -228,14 +246,20 @@ class Spool:
         Args:
             where: a filter such as ``reward > 0.5 and n_tokens < 32768``.
             view: the view; the one each session was finalised with where None.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name, or there is no such view; raised by the call.
         """
         self._feeder.catch_up()
+        if where is not None:
+            self._catalog.check_filter(where, "segments")
         if view is None:
             return self._catalog.segments(where)
         return derived_segments(self._catalog, self._history.state, where, view)
 
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
+        session_id = arguments.text("session_id", session_id)
         self._feeder.catch_up()
         return self._catalog.session(session_id)
 
@@ -245,27 +269,30 @@ class Spool:
         Raises:
             NotFoundError: no such session is recorded.
         """
-        final = self._history.state(session_id).finalized
+        final = self._recorded(session_id).finalized
         return [self._catalog.with_late(ref) for ref in final.segments] if final is not None else self.view(session_id)
 
     def steps(self, session_id: str) -> list[StepRef]:
         """Return the references of a session's steps, in the order of append."""
-        state = self._history.state(session_id)
+        state = self._recorded(session_id)
         return [state.ref(index) for index in state.visible()]
 
     def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
         """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
         options = check_options(options)
-        state = self._history.state(session_id)
+        state = self._recorded(session_id)
         return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
-        return self._history.messages(ref)
+        return self._history.messages(_step_or_segment(ref))
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""
-        return self._history.tools(ref)
+        return self._history.tools(_step_or_segment(ref))
+
+    def _recorded(self, session_id: str) -> SessionState:
+        return self._history.state(arguments.text("session_id", session_id))
 
     def _require(self, session_id: str) -> None:
         if self._recorder.live(session_id) is None:
@@ -335,19 +362,15 @@ class Spool:
             NotFoundError: a field or the spool of a reference is not there.
         """
         single = isinstance(refs, Ref)
-        many = [refs] if isinstance(refs, Ref) else list(refs) if isinstance(refs, Iterable) else [refs]
-        for ref in many:
-            if not isinstance(ref, Ref):
-                raise InputError(
-                    f"read takes references, as append, finalize and segments() return them, not {ref!r:.80}"
-                )
+        many = arguments.listed("refs", [refs] if isinstance(refs, Ref) else refs, Ref, _REFERENCES)
+        tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
         samples = self._readers.read(
             many,
-            fields=fields,
-            tokens=[tokens] if single and tokens is not None else tokens,
+            fields=arguments.optional(arguments.names, "fields", fields),
+            tokens=arguments.optional(_one_each, "tokens", tokens),
             layers=layers,
             dtype=dtype,
-            out=[out] if single and out is not None else out,
+            out=arguments.optional(_arrays, "out", out),
             missing=missing,
             verify=verify,
         )
@@ -361,7 +384,9 @@ class Spool:
         self, ref: Ref, *, fields: Sequence[str] | None = None, tokens: Tokens = None, layers: slice | None = None
     ) -> list[ByteRange]:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
-        return self._readers.locate(ref, fields=fields, tokens=tokens, layers=layers)
+        arguments.instance("ref", ref, Ref, _REFERENCES)
+        chosen = arguments.optional(arguments.names, "fields", fields)
+        return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
 
     # -- the files ---------------------------------------------------------------------------------------------------
 
@@ -372,6 +397,8 @@ class Spool:
             deep: re-read everything, check every checksum, and lint the routing.
             progress: called with bytes done and bytes in all.
         """
+        if progress is not None and not callable(progress):
+            raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
         problems = self._feeder.catch_up()
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
         return audit.verify(self._readers.store, recorded, deep=deep, progress=progress)
@@ -447,3 +474,18 @@ class Spool:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._recorder.executor(), call)
+
+
+def _step_or_segment(ref: object) -> StepRef | SegmentRef:
+    if not isinstance(ref, StepRef | SegmentRef):
+        raise arguments.refused("ref", "a StepRef or SegmentRef", ref)
+    return ref
+
+
+def _one_each(name: str, value: object) -> list[Any]:
+    return arguments.listed(name, value, object, "a list with one entry for each of the references")
+
+
+def _arrays(name: str, value: object) -> list[Any]:
+    wanted = "a mapping of field names to arrays"
+    return [None if item is None else arguments.mapping(name, item, wanted) for item in _one_each(name, value)]

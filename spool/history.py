@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spool.catalog import Catalog, Located
@@ -59,7 +59,7 @@ class History:
         path = []
         index: int | None = _last_step(ref)
         while index is not None:
-            path.append(by_index[index])
+            path.append(_at(by_index, index, ref))
             event = path[-1].event
             assert isinstance(event, StepCommitted)
             index = event.parent if event.inherited_messages else None
@@ -71,7 +71,7 @@ class History:
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.tools`."""
-        event = self._steps(ref.session_id)[_last_step(ref)].event
+        event = _at(self._steps(ref.session_id), _last_step(ref), ref).event
         assert isinstance(event, StepCommitted)
         if event.tools_key is None:
             return []
@@ -101,6 +101,12 @@ class History:
 
     def _unknown(self, session_id: str) -> NotFoundError:
         return NotFoundError(f"no session {session_id!r} in {self._url}", session_id=session_id)
+
+
+def _at(steps: Mapping[int, Located], index: int, ref: StepRef | SegmentRef) -> Located:
+    if index not in steps:
+        raise NotFoundError(f"session {ref.session_id!r} has no step {index}, which {ref.id} names", ref=ref.id)
+    return steps[index]
 
 
 def _last_step(ref: StepRef | SegmentRef) -> int:

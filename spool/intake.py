@@ -223,6 +223,9 @@ def check_plain(step: StepInput, what: str) -> None:
             )
     if isinstance(step.parent, bool) or not isinstance(step.parent, str | int | StepRef | None):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
+    tools = step.tools
+    if tools is not None and (isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable)):
+        raise InputError(f"tools of {what} must be a list of tool schemas, got {tools!r:.80}")
     for name in ("fields", "metadata"):
         value = getattr(step, name)
         if value is not None and not isinstance(value, Mapping):

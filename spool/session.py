@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
+from spool.arguments import names, refused
 from spool.errors import InputError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
@@ -273,7 +274,7 @@ class Session:
         self, view: View, outcome: Outcome, inline: Sequence[str], options: dict[str, Any]
     ) -> list[SegmentRef]:
         check_outcome(outcome)
-        options = check_options(options)
+        options, inline = check_options(options), names("inline", inline)
         with self._record.owned():
             state = self._record.state()
             final = state.finalized
@@ -310,6 +311,8 @@ class Session:
         await self._with_room_async(lambda: self._discard(step))
 
     def _discard(self, step: str | int | StepRef) -> None:
+        if isinstance(step, bool) or not isinstance(step, str | int | StepRef):
+            raise refused("step", "a step's id, index or reference", step)
         with self._record.owned():
             state, held = self._open_state(), self._held()
             own = self._own_step(step)

@@ -1,6 +1,7 @@
 """Responses of inference engines become append keywords: every wire form, and what is wrong with a bad one."""
 
 import base64
+import copy
 import inspect
 import io
 import json
@@ -13,7 +14,7 @@ import pytest
 
 import spool.engines as engines
 from spool.engines import decode_routing, from_sglang, from_vllm
-from spool.errors import InputError, PayloadError
+from spool.errors import InputError, PayloadError, SpoolError
 from spool.model.moe import MoEShape
 from spool.session import Session
 
@@ -638,6 +639,163 @@ def test_a_step_pickles_and_merges_into_keywords():
         step["messages"]
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(step)).routed_experts, step.routed_experts)
     assert set(engines.EngineStep.__struct_fields__) <= set(inspect.signature(Session.append).parameters)
+
+
+# -- every node of a payload, replaced ------------------------------------------------------------------------------
+
+ODD = [None, 5, -1, 1.5, "x", [], {}, [[]], True]
+GONE = object()
+
+
+def bare():
+    return generate(b64(rows(4)), routed_experts_dtype="int32")
+
+
+def with_spans():
+    spans = [{"version": "8", "start": 0, "end": 1}, {"version": 9, "start": 1, "end": 2}]
+    prompt = [[None, 11, None], [-0.5, 12, None], [-0.5, 13, None]]
+    return generate(rows(4).tolist(), weight_versions=spans, input_token_logprobs=prompt)
+
+
+def openai_sglang():
+    body = chat(token_ids=None)
+    body["sglext"] = {"routed_experts": b64(rows(4)), "input_ids": PROMPT, "output_ids": [RESPONSE]}
+    return {**body, "metadata": {"weight_version": "3", "weight_versions": None}}
+
+
+def completions():
+    logprobs = {"tokens": ["token_id:21", "token_id:22"], "token_logprobs": LOGPROBS}
+    choice = {"prompt_token_ids": PROMPT, "logprobs": logprobs, "finish_reason": "stop", "routed_experts": npy(rows(4))}
+    return {"choices": [choice], "usage": {"completion_tokens": 2}}
+
+
+def apart():
+    return {**chat(rows(1, layers=2).tolist()), "prompt_routed_experts": rows(3, layers=2).tolist()}
+
+
+def enveloped():
+    return chat({"data": b64(rows(4)), "shape": [4, 3, 2], "dtype": "int32", "start": 0})
+
+
+def asked():
+    return {"prompt": PROMPT, "input_ids": PROMPT, "routed_experts_prompt_start": 0, "routed_experts_start_len": 0}
+
+
+PAYLOADS = {
+    "generate": (from_sglang, bare, {"prompt_token_ids": PROMPT, "experts": SHAPE}),
+    "spans": (from_sglang, with_spans, {"experts": SHAPE}),
+    "aborted": (from_sglang, lambda: {"meta_info": {"finish_reason": {"type": "abort"}, "completion_tokens": 0}},
+                {"prompt_token_ids": PROMPT}),
+    "sglext": (from_sglang, openai_sglang, {"experts": SHAPE}),
+    "npy": (from_vllm, lambda: chat(npy(rows(4))), {"experts": SHAPE}),
+    "completions": (from_vllm, completions, {}),
+    "0.21": (from_vllm, apart, {"experts": SPARSE}),
+    "envelope": (from_vllm, enveloped, {}),
+    "envelope of sglang": (from_sglang, enveloped, {"experts": SHAPE}),
+}  # fmt: skip
+
+
+def nodes(value, path=()):
+    yield path
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in members:
+        yield from nodes(inner, (*path, key))
+
+
+def replaced(value, path, new):
+    """Return a copy with the node at ``path`` replaced, or left out."""
+    if not path:
+        return new
+    out = copy.copy(value)
+    if len(path) == 1 and new is GONE:
+        del out[path[0]]
+    else:
+        out[path[0]] = replaced(value[path[0]], path[1:], new)
+    return out
+
+
+def check_step(step):
+    for ids in (step.prompt_token_ids, step.response_token_ids):
+        assert ids.dtype == np.int32 and ids.ndim == 1
+    assert step.logprobs is None or step.logprobs.shape == step.response_token_ids.shape
+    assert step.routed_experts is None or (step.routed_experts.ndim == 3 and step.routed_experts.dtype.kind in "iu")
+    assert type(step.routed_experts_start) is int and step.routed_experts_start >= 0
+    assert step.weight_version is None or isinstance(step.weight_version, str | tuple)
+    assert step.finish_reason is None or isinstance(step.finish_reason, str)
+    assert step.metadata is None or json.dumps(step.metadata)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_payload_with_any_node_replaced_is_read_or_refused(name):
+    read, make, arguments = PAYLOADS[name]
+    body = make()
+    check_step(read(body, **arguments))
+    refused = 0
+    for path in nodes(body):
+        for new in [*ODD, GONE] if path else ODD:
+            try:
+                check_step(read(replaced(body, path, new), **arguments))
+            except SpoolError as error:
+                refused += 1
+                assert str(error)
+            except Exception as error:
+                raise AssertionError(f"{path} = {new!r}: {error!r}") from error
+    assert refused > 50 or name == "aborted"
+
+
+@pytest.mark.parametrize("read", [from_sglang, from_vllm])
+def test_a_request_with_any_node_replaced_is_read_or_refused(read):
+    body = chat(npy(rows(4)))
+    del body["prompt_token_ids"]
+    check_step(read(body, request=asked(), experts=SHAPE))
+    for path in nodes(asked()):
+        for new in [*ODD, GONE] if path else ODD:
+            try:
+                check_step(read(body, request=replaced(asked(), path, new), experts=SHAPE))
+            except SpoolError as error:
+                assert str(error)
+
+
+@pytest.mark.parametrize("read", [from_sglang, from_vllm])
+@pytest.mark.parametrize("odd", [5, -1, 1.5, "x", b"x", [], {}, object(), [None], [[]]])
+@pytest.mark.parametrize("name", ["prompt_token_ids", "experts", "routed_experts_start", "request", "choice"])
+def test_arguments_of_readers_are_checked(read, name, odd):
+    try:
+        check_step(read(chat(npy(rows(4))), **{name: odd}))
+    except SpoolError as error:
+        assert name == "choice" or name in str(error) or "request" in str(error) or name == "prompt_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"meta_info": 5}, "meta_info"), ({"output_ids": "x"}, "output_ids"), ({"output_ids": {}}, "output_ids"),
+        ({"meta_info": {"output_token_logprobs": {}}}, "meta_info.output_token_logprobs"),
+        ({"meta_info": {"completion_tokens": "2"}}, "meta_info.completion_tokens"),
+        ({"meta_info": {"finish_reason": []}}, "meta_info.finish_reason"),
+        ({"choices": [[]]}, r"choices\[0\]"), ({"choices": {}}, "choices"),
+        ({"choices": [{"logprobs": 5}]}, r"choices\[0\]\.logprobs"),
+        ({"choices": [{"token_ids": [1], "logprobs": {"content": "x"}}]}, r"choices\[0\]\.logprobs\.content"),
+        ({"choices": [{"token_ids": [1]}], "usage": []}, "usage"), ({"sglext": [1], "output_ids": [1]}, "sglext"),
+    ],
+)  # fmt: skip
+def test_a_member_of_another_shape_is_named_by_its_path(change, path):
+    with pytest.raises(PayloadError, match=path):
+        from_sglang(change, prompt_token_ids=PROMPT, experts=SHAPE)
+
+
+def test_arrays_of_the_same_process_are_read_like_lists():
+    body = chat(rows(4), token_ids=np.array(RESPONSE))
+    step = from_vllm(body, prompt_token_ids=np.array(PROMPT))
+    assert (step.prompt_token_ids.tolist(), step.response_token_ids.tolist()) == (PROMPT, RESPONSE)
+    assert from_vllm(apart(), prompt_token_ids=np.array(PROMPT)).routed_experts.shape == (4, 2, 2)
+
+
+def test_json_without_bottom_and_arrays_without_end_are_refused():
+    with pytest.raises(InputError, match="not JSON"):
+        from_sglang("[" * 200_000, prompt_token_ids=PROMPT)
+    with pytest.raises(PayloadError, match="shape"):
+        decode_routing({"data": "", "shape": [0, 1 << 70, 2], "dtype": "int32"})
 
 
 # -- recording ------------------------------------------------------------------------------------------------------

@@ -314,3 +314,107 @@ def test_late_numbers_of_steps_are_one_a_step(sp):
     assert (read["value"].tolist(), read["pair"].tolist()) == ([0.5], [[1, 2]])
     with pytest.raises(InputError, match="2 step rows"):
         sp.attach(segment, align="step", other=np.float64(1))
+
+
+# -- every argument of every verb, of the wrong type ----------------------------------------------------------------
+
+ODD = {"None": None, "5": 5, "1.5": 1.5, "bytes": b"x", "[]": [], "{}": {}, "object": object(), "[None]": [None],
+       "True": True, "text": "\ud800"}  # fmt: skip
+
+CALLS = {
+    "session": lambda sp, s, ref, **odd: sp.session(**odd),
+    "resume": lambda sp, s, ref, token: sp.resume(token),
+    "annotate": lambda sp, s, ref, session_id="ended", segment=None, **fact: sp.annotate(
+        session_id, segment=segment, **fact
+    ),
+    "attach": lambda sp, s, ref, to=..., value=(0.5,), **odd: sp.attach(ref if to is ... else to, late=value, **odd),
+    "discard": lambda sp, s, ref, session_id: sp.discard(session_id),
+    "discard_async": lambda sp, s, ref, session_id: asyncio.run(sp.discard_async(session_id)),
+    "release": lambda sp, s, ref, refs=(), tag=None: sp.release(refs, tag),
+    "checkpointed": lambda sp, s, ref, tag: sp.checkpointed(tag),
+    "sessions": lambda sp, s, ref, **odd: list(sp.sessions(**odd)),
+    "segments": lambda sp, s, ref, **odd: list(sp.segments(**odd)),
+    "find_session": lambda sp, s, ref, session_id: sp.find_session(session_id),
+    "final_segments": lambda sp, s, ref, session_id: sp.final_segments(session_id),
+    "steps": lambda sp, s, ref, session_id: sp.steps(session_id),
+    "view": lambda sp, s, ref, session_id="ended", **odd: sp.view(session_id, **odd),
+    "messages": lambda sp, s, ref, of: sp.messages(of),
+    "tools": lambda sp, s, ref, of: sp.tools(of),
+    "read": lambda sp, s, ref, refs=..., **odd: sp.read(ref if refs is ... else refs, **odd),
+    "read many": lambda sp, s, ref, **odd: sp.read([ref, ref], **odd),
+    "read_async": lambda sp, s, ref, refs=..., **odd: asyncio.run(sp.read_async(ref if refs is ... else refs, **odd)),
+    "locate": lambda sp, s, ref, of=..., **odd: sp.locate(ref if of is ... else of, **odd),
+    "verify": lambda sp, s, ref, **odd: sp.verify(deep=True, **odd),
+    "open": lambda sp, s, ref, uri=..., **odd: spool.open(sp.config.url if uri is ... else uri, **odd).close(),
+    "append": lambda sp, s, ref, **odd: add(s, **odd),
+    "append_async": lambda sp, s, ref, **odd: asyncio.run(s.append_async(**odd)),
+    "Session.view": lambda sp, s, ref, **odd: s.view(**odd),
+    "finalize": lambda sp, s, ref, **odd: s.finalize(**odd),
+    "finalize_async": lambda sp, s, ref, **odd: asyncio.run(s.finalize_async(**odd)),
+    "Session.discard": lambda sp, s, ref, step: s.discard(step),
+    "Session.discard_async": lambda sp, s, ref, step: asyncio.run(s.discard_async(step)),
+    "ref_from_json": lambda sp, s, ref, text: spool.ref_from_json(text),
+    "models": lambda sp, s, ref, name: spool.models[name],
+}
+READ = "fields tokens layers dtype out missing verify"
+VIEW = "view train_shared_prefix superseded trailing gaps"
+STEP = (
+    "response_token_ids logprobs loss_mask routed_experts routed_experts_start weight_version messages tools "
+    "finish_reason step_id parent units fields metadata"
+)
+ARGUMENTS = {
+    "session": "session_id group_id sample_index rollout_step source prompt_id split attempt experts fields prefer "
+    "trim idle_s metadata",
+    "resume": "token", "annotate": "session_id segment reward judge", "attach": "to align value",
+    "discard": "session_id", "discard_async": "session_id", "release": "refs tag", "checkpointed": "tag",
+    "sessions": "where discarded", "segments": "where view", "find_session": "session_id",
+    "final_segments": "session_id", "steps": "session_id", "view": f"session_id {VIEW}", "messages": "of",
+    "tools": "of",
+    "read": f"refs {READ}", "read many": READ, "read_async": f"refs {READ}", "locate": "of fields tokens layers",
+    "verify": "progress", "open": "uri fields", "append": STEP.removeprefix("response_token_ids "),
+    "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
+    "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
+    "ref_from_json": "text", "models": "name",
+}  # fmt: skip
+
+
+def contents(sp):
+    """What is recorded, as any process would find it."""
+    sessions = [(row.session_id, row.state, row.n_steps, row.facts) for row in sp.sessions(discarded=True)]
+    events = [len(sp._catalog.session_events(session_id)) for session_id, *_ in sessions]
+    return sessions, events, [(ref.id, ref.reward, ref.facts) for ref in sp.segments()]
+
+
+@pytest.mark.parametrize(("verb", "argument"), [(v, name) for v, names in ARGUMENTS.items() for name in names.split()])
+def test_an_argument_of_the_wrong_type_is_refused_by_a_typed_error_and_changes_nothing(sp, verb, argument):
+    add(sp.session("ended"), logprobs=[0.5])
+    (ref,) = sp.session("ended").finalize()
+    live = sp.session("live")
+    add(live)
+    before, refused = contents(sp), 0
+    for shown, odd in ODD.items():
+        try:
+            CALLS[verb](sp, live, ref, **{argument: odd})
+        except spool.SpoolError as error:
+            refused += 1
+            assert contents(sp) == before, shown
+            assert str(error)
+        except Exception as error:
+            raise AssertionError(f"{verb}({argument}={shown}): {error!r}") from error
+        else:
+            before = contents(sp)
+            if before[0] and next(row for row in before[0] if row[0] == "live")[1] != "open":
+                live = sp.session(f"live{shown}")
+                add(live)
+                before = contents(sp)
+    assert refused or (verb, argument) in {("sessions", "discarded"), ("annotate", "judge")}
+
+
+def test_every_public_verb_is_swept():
+    verbs = {f"{kind}{name}" for kind, cls in (("", spool.Spool), ("Session.", spool.Session)) for name in vars(cls)}
+    swept = CALLS.keys() | {f"Session.{name}" for name in CALLS}
+    without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle"}  # nothing, or a flag, to pass
+    inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "on_thread",
+              "suspend", "transaction"}  # fmt: skip
+    left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without
+    assert left == {f"Session.{name}" for name in inside}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from spool.catalog import query, schema, snapshot
 from spool.catalog.database import Database
@@ -195,6 +195,16 @@ class Catalog:
         """
         ids = query.segment_ids(self._run, where, view)
         return (ref for page in _pages(ids) for ref in query.segment_refs(self._run, page))
+
+    def check_filter(self, where: str, of: Literal["sessions", "segments"]) -> None:
+        """Check a filter expression and its names: each a column, or a late fact that something here has.
+
+        `sessions` and `segments` take any other name for a late fact that nothing has.
+
+        Raises:
+            InputError: the filter does not parse, or has an unknown name; lists the known ones.
+        """
+        query.check_filter(self._run, where, query.SESSION if of == "sessions" else query.SEGMENT)
 
     def session_events(self, session_id: str) -> list[Located]:
         """Return a session's openings, steps, withdrawals and endings in order, ``messages`` left out.

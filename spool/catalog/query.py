@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from spool.catalog.ingest import decode_event, decode_ref
 from spool.catalog.rows import LogState, Place, Release, SessionRow, State, Totals, as_reward
-from spool.catalog.where import Columns, Filter, compile_where
+from spool.catalog.where import Columns, Filter, check_names, compile_where
 from spool.errors import InputError
 from spool.model.events import Attached
 from spool.model.refs import SegmentRef
@@ -39,8 +39,13 @@ _SEGMENT_FACT = (
 )
 _RELEASED = "EXISTS(SELECT 1 FROM releases r WHERE r.sid = g.sid AND r.target = g.target)"
 
+_OWN_SESSION = (*_PLAIN, "state", "reward")
+_OWN_SEGMENT = (*_SHARED, *_OF_SEGMENT, "index", "released", "reward")
+
 SESSION = Columns(
-    {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'")}, _FACT
+    {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'")},
+    _FACT,
+    {name: "segments" for name in _OWN_SEGMENT if name not in _OWN_SESSION},
 )
 SEGMENT = Columns(
     {
@@ -51,7 +56,11 @@ SEGMENT = Columns(
         "reward": _SEGMENT_FACT.replace("?", "'reward'"),
     },
     _SEGMENT_FACT,
+    {name: "sessions" for name in _OWN_SESSION if name not in _OWN_SEGMENT},
 )
+
+MOST_NAMES = 100
+"""Names of late facts that an error lists."""
 
 Execute = Callable[..., list[tuple[Any, ...]]]
 """Runs one statement with its values and returns all rows."""
@@ -95,6 +104,22 @@ def _order_term(term: str) -> str:
 
 def _filter(where: str | None, columns: Columns) -> Filter:
     return compile_where(where, columns) if where is not None else Filter("1")
+
+
+def check_filter(run: Execute, where: str, columns: Columns) -> None:
+    """Refuse a filter that does not parse, or has a name that is neither a column nor a recorded late fact.
+
+    Raises:
+        InputError: lists the names there are.
+    """
+
+    def is_fact(name: str) -> bool:
+        return bool(run("SELECT 1 FROM facts WHERE key = ? LIMIT 1", (name,)))
+
+    def facts() -> list[str]:
+        return [key for (key,) in run("SELECT DISTINCT key FROM facts ORDER BY key LIMIT ?", (MOST_NAMES,))]
+
+    check_names(where, columns, is_fact, facts)
 
 
 def session_rows(run: Execute, sids: Sequence[int]) -> list[SessionRow]:

@@ -11,15 +11,18 @@
     sum   := term (("+" | "-") term)*      term := unary (("*" | "/" | "%") unary)*
     unary := "-" unary | number | 'text' | true | false | name | "(" or ")"
 
-A name is a column, or else a late fact. Null follows SQL: it is neither equal to nor different from anything.
+A name is a column, or else a late fact; `check_names` refuses one that is neither. Null follows SQL: it is neither
+equal to nor different from anything.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple, NoReturn
 
+from spool.arguments import refused
 from spool.errors import InputError
 
 MAX_DEPTH = 64
@@ -47,10 +50,12 @@ class Columns(NamedTuple):
     Attributes:
         known: SQL expression by column name.
         fact: SQL expression with one ``?``, the name of a late fact.
+        others: whose columns other names are, for errors.
     """
 
     known: Mapping[str, str]
     fact: str
+    others: Mapping[str, str] = {}
 
 
 class Filter(NamedTuple):
@@ -76,10 +81,42 @@ def compile_where(text: str, columns: Columns) -> Filter:
     Raises:
         InputError: it does not parse; the message points at the place and lists the columns.
     """
+    return _parsed(text, columns)[0]
+
+
+def check_names(text: str, columns: Columns, is_fact: Callable[[str], bool], facts: Callable[[], list[str]]) -> None:
+    """Refuse a filter with a name that is neither a column nor a late fact of anything here.
+
+    Args:
+        text: the expression.
+        columns: what names mean.
+        is_fact: whether a late fact of that name is recorded.
+        facts: returns the names of all late facts, for the error.
+
+    Raises:
+        InputError: it does not parse, or has such a name; the message points at the place and lists what there is.
+    """
+    _, parser = _parsed(text, columns)
+    for name, at in parser.facts.items():
+        if not is_fact(name):
+            parser.fail(at, _unknown(name, columns, known := facts()), known)
+
+
+def _unknown(name: str, columns: Columns, facts: list[str]) -> str:
+    if name in columns.others:
+        return f"{name!r} is a column of {columns.others[name]}, and nothing here has a late fact of that name"
+    close = get_close_matches(name, [*columns.known, *facts], 1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    return f"{name!r} is no column, and nothing here has a late fact of that name (yet){hint}"
+
+
+def _parsed(text: str, columns: Columns) -> tuple[Filter, _Parser]:
+    if not isinstance(text, str):
+        raise refused("where", "a filter such as \"reward > 0.5 and source = 'swe'\"", text)
     parser = _Parser(text, columns)
     found = parser.disjunction(0)
     parser.end()
-    return found
+    return found, parser
 
 
 class _Parser:
@@ -87,6 +124,7 @@ class _Parser:
         self._text = text
         self._columns = columns
         self._operators = 0
+        self.facts: dict[str, int] = {}
         self._tokens = self._split()
         self._next = 0
 
@@ -97,14 +135,14 @@ class _Parser:
         while at < len(self._text):
             match = _TOKEN.match(self._text, at)
             if match is None:
-                self._fail(at, self._strange(at))
+                self.fail(at, self._strange(at))
             kind, found = str(match.lastgroup), match[0]
             if kind == "name" and found.lower() in _KEYWORDS:
                 kind, found = "keyword", found.lower()
             if kind != "space":
                 tokens.append(_Token(kind, found, at))
             if len(tokens) > MAX_TOKENS:
-                self._fail(at, f"more than {MAX_TOKENS} words")
+                self.fail(at, f"more than {MAX_TOKENS} words")
             at = match.end()
         return [*tokens, _Token("end", "", len(self._text))]
 
@@ -118,12 +156,14 @@ class _Parser:
             return "write 'and' or 'or'"
         return "this is not a number" if char.isdigit() or char == "." else f"unexpected {char!r}"
 
-    def _fail(self, at: int, problem: str) -> NoReturn:
+    def fail(self, at: int, problem: str, facts: Sequence[str] | None = None) -> NoReturn:
+        """Refuse the filter at a place; say the late facts there are, where they are known."""
         low = max(0, at - 60)
         shown = re.sub(r"\s", " ", self._text[low : at + 40]).encode("utf-8", "replace").decode()
+        others = "any other name is a late fact" if facts is None else f"late facts here: {', '.join(facts) or 'none'}"
         raise InputError(
             f"cannot read the filter, at character {at}: {problem}\n  {shown}\n  {' ' * (at - low)}^\n"
-            f"columns: {', '.join(sorted(self._columns.known))}; any other name is a late fact",
+            f"columns: {', '.join(sorted(self._columns.known))}; {others}",
             position=at,
             columns=sorted(self._columns.known),
         )
@@ -141,19 +181,19 @@ class _Parser:
     def _expect(self, text: str) -> None:
         if self._take(text) is None:
             token = self._tokens[self._next]
-            self._fail(token.at, f"expected {text!r}, found {token.text or 'the end'!r}")
+            self.fail(token.at, f"expected {text!r}, found {token.text or 'the end'!r}")
 
     def _count(self) -> None:
         # SQLite refuses deep expressions; a chain of operators is as deep as it is long
         self._operators += 1
         if self._operators > MAX_OPERATORS:
-            self._fail(self._tokens[self._next].at, f"more than {MAX_OPERATORS} operators; use in (...)")
+            self.fail(self._tokens[self._next].at, f"more than {MAX_OPERATORS} operators; use in (...)")
 
     def end(self) -> None:
         """Refuse what is left."""
         token = self._tokens[self._next]
         if token.kind != "end":
-            self._fail(token.at, f"expected an operator or the end, found {token.text!r}")
+            self.fail(token.at, f"expected an operator or the end, found {token.text!r}")
 
     # -- rules -------------------------------------------------------------------------------------------------------
 
@@ -181,7 +221,7 @@ class _Parser:
         symbol = self._take(*_COMPARE)
         if symbol is not None:
             if self._peek("null"):
-                self._fail(self._tokens[self._next].at, "nothing equals null; write 'is null' or 'is not null'")
+                self.fail(self._tokens[self._next].at, "nothing equals null; write 'is null' or 'is not null'")
             return self._join(left, _COMPARE[symbol], self._sum(depth))
         if self._take("is"):
             negated = self._take("not")
@@ -191,7 +231,7 @@ class _Parser:
         kind = self._take("in", "like", "between")
         if kind is None:
             if negated:
-                self._fail(self._tokens[self._next].at, "expected 'in', 'like' or 'between' after 'not'")
+                self.fail(self._tokens[self._next].at, "expected 'in', 'like' or 'between' after 'not'")
             return left
         operator = f"NOT {kind.upper()}" if negated else kind.upper()
         if kind == "in":
@@ -241,20 +281,23 @@ class _Parser:
             return Filter("?", (int(token.text == "true"),))
         if token.kind == "name":
             known = self._columns.known.get(token.text)
-            return Filter(known) if known is not None else Filter(self._columns.fact, (token.text,))
-        return self._fail(token.at, f"expected a name, number or 'text', found {token.text or 'the end'!r}")
+            if known is not None:
+                return Filter(known)
+            self.facts.setdefault(token.text, token.at)
+            return Filter(self._columns.fact, (token.text,))
+        return self.fail(token.at, f"expected a name, number or 'text', found {token.text or 'the end'!r}")
 
     def _literal(self, token: _Token) -> str:
         text = token.text[1:-1].replace("''", "'")
         if len(text) > MAX_TEXT:
-            self._fail(token.at, f"this text is longer than {MAX_TEXT} characters")
+            self.fail(token.at, f"this text is longer than {MAX_TEXT} characters")
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            self._fail(token.at, "this text holds a lone surrogate, which no recorded text does")
+            self.fail(token.at, "this text holds a lone surrogate, which no recorded text does")
         return text
 
     def _deeper(self, depth: int) -> int:
         if depth >= MAX_DEPTH:
-            self._fail(self._tokens[self._next].at, f"nested more than {MAX_DEPTH} deep")
+            self.fail(self._tokens[self._next].at, f"nested more than {MAX_DEPTH} deep")
         return depth + 1
 
     def _join(self, left: Filter, operator: str, right: Filter, *, bare: bool = False) -> Filter:

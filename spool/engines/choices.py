@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.engines.step import Json, column, first_given, mapping
+from spool.engines.members import Members, as_members, column, first_given, first_ids
 from spool.errors import InputError, PayloadError
 from spool.formats.arrays import as_token_ids
 
 _ID_PREFIX = "token_id:"  # what return_tokens_as_token_ids makes of tokens
 
 
-def pick_choice(response: Mapping[str, Any], index: int) -> Mapping[str, Any]:
-    """Return choice ``index`` of a response.
+def pick_choice(body: Members, index: int) -> Members:
+    """Return choice ``index`` of a response; the response itself where it has no choices.
 
     Raises:
         InputError: there is none.
+        PayloadError: it is no object.
     """
-    choices = response.get("choices")
-    if not isinstance(choices, Sequence) or not -len(choices) <= index < len(choices):
-        n = len(choices) if isinstance(choices, Sequence) else 0
-        raise InputError(f"the response has no choice {index}; it has {n}", got=index, expected=n)
-    return mapping(choices[index])
+    if "choices" not in body:
+        return body
+    choices = body.list("choices") or ()
+    if isinstance(index, bool) or not isinstance(index, int) or not -len(choices) <= index < len(choices):
+        raise InputError(f"the response has no choice {index!r:.80}; it has {len(choices)}", expected=len(choices))
+    return as_members(choices[index], body.at(f"choices[{index}]"))
 
 
-def choice_logprobs(choice: Mapping[str, Any]) -> list[Any] | None:
+def choice_logprobs(choice: Members) -> list[Any] | None:
     """Return the logprobs of the generated tokens, chat form or completions form; None where none were asked for."""
-    logprobs = mapping(choice.get("logprobs"))
-    if logprobs.get("content") is not None:
-        return column(logprobs["content"], "logprob", what="logprobs.content")
-    values = logprobs.get("token_logprobs")
+    logprobs = choice.members("logprobs")
+    content = logprobs.list("content")
+    if content is not None:
+        return column(content, "logprob", what=logprobs.at("content"))
+    values = logprobs.list("token_logprobs")
     return None if values is None else list(values)
 
 
-def choice_generated(choice: Mapping[str, Any], listed: Json = None) -> tuple[Json, list[Any] | None]:
+def choice_generated(
+    choice: Members, listed: NDArray[np.int32] | None = None
+) -> tuple[NDArray[np.int32] | None, list[Any] | None]:
     """Return the generated token ids and their logprobs, each None where it is not there; see `matched`.
 
     Args:
         choice: one of the choices of a response.
         listed: ids that the response lists outside of the choice.
     """
-    inside = first_given(choice.get("token_ids"), choice.get("output_token_ids"), choice.get("completion_token_ids"))
+    inside = first_ids(*((choice, key) for key in ("token_ids", "output_token_ids", "completion_token_ids")))
     return matched(
         first_given(inside, listed), _spelt_ids(choice), choice_logprobs(choice), listed_as="token_ids",
         scored_as="logprobs",
@@ -52,8 +57,13 @@ def choice_generated(choice: Mapping[str, Any], listed: Json = None) -> tuple[Js
 
 
 def matched(
-    listed: Json, scored: Sequence[int] | None, logprobs: list[Any] | None, *, listed_as: str, scored_as: str
-) -> tuple[Json, list[Any] | None]:
+    listed: NDArray[np.int32] | None,
+    scored: Sequence[int] | None,
+    logprobs: list[Any] | None,
+    *,
+    listed_as: str,
+    scored_as: str,
+) -> tuple[NDArray[np.int32] | None, list[Any] | None]:
     """Return the generated token ids and their logprobs, if the two places that tell of them tell the same.
 
     Every engine lists the token that ended the generation in both places, so a difference is a loss on the way: no
@@ -68,11 +78,10 @@ def matched(
     Raises:
         PayloadError: their number differs, or an id; names both.
     """
-    given = first_given(listed, scored)
-    if given is None:
+    if listed is None and scored is None:
         return None, logprobs
     listed_as = scored_as if listed is None else listed_as
-    ids = as_token_ids(given, what=listed_as)
+    ids: NDArray[np.int32] = as_token_ids(scored, what=scored_as) if listed is None else listed
     for other in filter(None, (scored, logprobs)):
         if len(other) != len(ids):
             raise PayloadError(
@@ -95,7 +104,7 @@ def _check_same(listed: NDArray[np.int32], scored: NDArray[np.int32], listed_as:
         )  # fmt: skip
 
 
-def check_count(ids: Json, said: object, *, said_as: str) -> None:
+def check_count(ids: Sequence[int] | NDArray[np.int32], said: int | None, *, said_as: str) -> None:
     """Check the number of generated tokens against the one that the response states, if it does.
 
     Raises:
@@ -109,19 +118,20 @@ def check_count(ids: Json, said: object, *, said_as: str) -> None:
         )  # fmt: skip
 
 
-def usage_count(response: Mapping[str, Any]) -> Json:
+def usage_count(body: Members) -> int | None:
     """Return how many tokens ``usage`` says were generated; None where it does not, or for several choices at once."""
-    choices = response.get("choices")
-    return mapping(response.get("usage")).get("completion_tokens") if choices and len(choices) == 1 else None
+    said = body.members("usage").count("completion_tokens")
+    return said if len(body.list("choices") or ()) == 1 else None
 
 
-def _spelt_ids(choice: Mapping[str, Any]) -> Sequence[int] | None:
+def _spelt_ids(choice: Members) -> Sequence[int] | None:
     """Return the token ids spelt ``token_id:N`` in the logprobs, or None."""
-    logprobs = mapping(choice.get("logprobs"))
-    if logprobs.get("content") is not None:
-        names = column(logprobs["content"], "token", what="logprobs.content")
+    logprobs = choice.members("logprobs")
+    content = logprobs.list("content")
+    if content is not None:
+        names: Sequence[Any] = column(content, "token", what=logprobs.at("content"))
     else:
-        names = logprobs.get("tokens") or []
+        names = logprobs.list("tokens") or ()
     if not names or not all(isinstance(name, str) and name.startswith(_ID_PREFIX) for name in names):
         return None
     try:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from spool.engines.choices import check_count, choice_generated, matched, no_token_ids, pick_choice, usage_count
-from spool.engines.step import (
-    EngineStep,
-    Json,
-    Response,
-    as_response,
-    column,
-    first_given,
-    make_step,
-    mapping,
-    reason,
-    version,
-)
+from spool.engines.members import Json, Members, as_ids, as_list, column, first_given, first_ids, first_of
+from spool.engines.step import EngineStep, Response, as_asked, as_response, make_step, reason, version
 from spool.errors import PayloadError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from numpy.typing import NDArray
 
     from spool.model.moe import MoEShape
 
@@ -58,63 +52,69 @@ def from_sglang(
             and what came. Or the server sent an error instead of a response.
         InputError: token ids are nowhere to be found, or the response is not one.
     """
-    body, asked = as_response(response), mapping(request)
-    part = pick_choice(body, choice) if "choices" in body else body
-    meta, extra = mapping(part.get("meta_info")), mapping(first_given(part.get("sglext"), body.get("sglext")))
-    outer = mapping(body.get("metadata"))
-    finish_reason, finish_message = reason(first_given(meta.get("finish_reason"), part.get("finish_reason")))
+    body = as_response(response)
+    asked = as_asked(request, routed_experts_start, experts, start_key="routed_experts_start_len")
+    part = pick_choice(body, choice)
+    meta, outer = part.members("meta_info"), body.members("metadata")
+    extra = (part if part.get("sglext") is not None else body).members("sglext")
+    ended = meta if meta.get("finish_reason") is not None else part
+    finish_reason, finish_message = reason(ended.get("finish_reason"), ended.at("finish_reason"))
     generated, logprobs = _generated(part, meta, _listed(part, extra, choice), finish_reason)
-    check_count(generated, meta.get("completion_tokens"), said_as="meta_info.completion_tokens")
+    check_count(generated, meta.count("completion_tokens"), said_as="meta_info.completion_tokens")
     check_count(generated, usage_count(body), said_as="usage.completion_tokens")
+    prompt = first_given(as_ids(prompt_token_ids, "prompt_token_ids"), asked.request.ids("input_ids"))
     return make_step(
-        prompt=first_given(prompt_token_ids, asked.get("input_ids"), _prompt(body, meta, extra)),
+        prompt=_prompt(body, meta, extra) if prompt is None else prompt,
         response=generated,
         logprobs=logprobs,
-        routing=_first_of("routed_experts", meta, extra, part),
-        routing_dtype=_first_of("routed_experts_dtype", meta, extra, part, body),
-        start=routed_experts_start or asked.get("routed_experts_start_len") or 0,
+        routing=first_of("routed_experts", meta, extra, part),
+        routing_dtype=_first_text("routed_experts_dtype", meta, extra, part, body),
+        start=asked.start,
         experts=experts,
-        version=version(_first_of("weight_version", meta, outer), _first_of("weight_versions", meta, outer)),
+        version=version((meta, outer)),
         finish_reason=finish_reason,
         metadata={"cached_tokens": meta.get("cached_tokens"), "finish_message": finish_message},
     )
 
 
-def _first_of(key: str, *places: Mapping[str, Any]) -> Json:
-    return first_given(*(place.get(key) for place in places))
+def _first_text(key: str, *places: Members) -> str | None:
+    return next((text for text in (place.text(key) for place in places) if text is not None), None)
 
 
 def _generated(
-    part: Mapping[str, Any], meta: Mapping[str, Any], listed: Json, finish_reason: str | None
-) -> tuple[Json, list[Any] | None]:
+    part: Members, meta: Members, listed: NDArray[np.int32] | None, finish_reason: str | None
+) -> tuple[NDArray[np.int32], list[Any] | None]:
     """Return the generated ids and their logprobs; where both are sent they must be of the same tokens."""
-    entries = meta.get("output_token_logprobs")
+    entries = meta.list("output_token_logprobs")
     if entries is None:
         ids, logprobs = choice_generated(part, listed)
     else:
-        scored, values = (column(entries, index, what="output_token_logprobs") for index in (1, 0))
+        scored, values = (column(entries, index, what=meta.at("output_token_logprobs")) for index in (1, 0))
         ids, logprobs = matched(listed, scored, values, listed_as="output_ids", scored_as="output_token_logprobs")
     if ids is None:
-        if logprobs or (finish_reason != "abort" and meta.get("completion_tokens") != 0):
+        if logprobs or (finish_reason != "abort" and meta.count("completion_tokens") != 0):
             raise no_token_ids("SGLang", "ask for them with return_logprob=True")
-        ids = ()
+        ids = np.empty(0, np.int32)
     return ids, logprobs
 
 
-def _listed(part: Mapping[str, Any], extra: Mapping[str, Any], choice: int) -> Json:
+def _listed(part: Members, extra: Members, choice: int) -> NDArray[np.int32] | None:
     """Return the ids listed outside of the logprobs; ``sglext`` has a list of them, one a choice."""
-    lists = extra.get("output_ids") or [None]
+    lists, own = extra.list("output_ids") or [None], part.ids("output_ids")
     try:
-        return first_given(part.get("output_ids"), lists[choice if len(lists) > 1 else 0])
-    except (IndexError, KeyError, TypeError) as error:
+        listed: Json = lists[choice if len(lists) > 1 else 0]
+    except IndexError as error:
         raise PayloadError(
             f"sglext.output_ids has no list of ids for choice {choice}", field="response_token_ids"
         ) from error
+    return as_ids(listed, extra.at(f"output_ids[{choice}]")) if own is None else own
 
 
-def _prompt(body: Mapping[str, Any], meta: Mapping[str, Any], extra: Mapping[str, Any]) -> Json:
-    listed = first_given(_first_of("prompt_token_ids", body, meta), extra.get("input_ids"))
-    entries: Json = meta.get("input_token_logprobs")
+def _prompt(body: Members, meta: Members, extra: Members) -> NDArray[np.int32] | None:
+    listed = first_ids((body, "prompt_token_ids"), (meta, "prompt_token_ids"), (extra, "input_ids"))
+    entries, path = meta.list("input_token_logprobs"), meta.at("input_token_logprobs")
+    if listed is not None or not entries or len(entries) != meta.count("prompt_tokens"):
+        return listed
     # The first prompt token has no logprob; a list that begins with one starts further in, and is not the whole prompt.
-    whole = listed is None and bool(entries) and len(entries) == meta.get("prompt_tokens") and entries[0][0] is None
-    return column(entries, 1, what="input_token_logprobs") if whole else listed
+    first = as_list(entries[0], f"{path}[0]")
+    return as_ids(column(entries, 1, what=path), path) if first and first[0] is None else None

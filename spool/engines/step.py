@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from spool.engines.wires import decode_routing
+from spool.engines.members import Json, Members, as_count, as_members, refused
+from spool.engines.wires import check_experts, decode_routing
 from spool.errors import InputError, PayloadError
-from spool.formats.arrays import as_floats, as_token_ids
+from spool.formats.arrays import as_floats
 from spool.model.moe import MoEShape
 
 Response: TypeAlias = Mapping[str, Any] | str | bytes
-Json: TypeAlias = Any
-"""A value of parsed JSON."""
 WeightVersion: TypeAlias = str | tuple[tuple[str, int, int], ...]
 
 _QUOTED = 300  # characters of what is no response that an error shows
@@ -61,8 +59,8 @@ class EngineStep(Struct, frozen=True, kw_only=True, eq=False):
 
 def make_step(
     *,
-    prompt: object,
-    response: object,
+    prompt: NDArray[np.int32] | None,
+    response: NDArray[np.int32],
     logprobs: object,
     routing: object,
     routing_dtype: str | None,
@@ -92,28 +90,56 @@ def make_step(
     """
     if prompt is None:
         raise InputError("the response does not hold the prompt's token ids: pass prompt_token_ids=")
-    ids = as_token_ids(response, what="response_token_ids")
     rows = None
     if routing is not None:
         rows, said = decode_routing(routing, experts=experts, dtype=routing_dtype)
         start = start if said is None else said
-        if not len(rows) and (finish_reason == "abort" or not len(ids)):
+        if not len(rows) and (finish_reason == "abort" or not len(response)):
             rows = None
     kept = {key: value for key, value in metadata.items() if value is not None}
     return EngineStep(
-        prompt_token_ids=as_token_ids(prompt, what="prompt_token_ids"),
-        response_token_ids=ids,
+        prompt_token_ids=prompt,
+        response_token_ids=response,
         logprobs=None if logprobs is None else as_floats(logprobs, what="logprobs"),
         routed_experts=rows,
         routed_experts_start=0 if rows is None else start,
-        weight_version=_version_of(version, len(ids)),
+        weight_version=_version_of(version, len(response)),
         finish_reason=finish_reason,
         metadata=kept or None,
     )
 
 
-def as_response(response: Response) -> Mapping[str, Any]:
-    """Return a response as a mapping; JSON text is parsed, base64 stays one string.
+class Asked(NamedTuple):
+    """What the caller of a reader says beside the response.
+
+    Attributes:
+        request: the members of the request's body.
+        start: forward row that routing was asked for from.
+    """
+
+    request: Members
+    start: int
+
+
+def as_asked(request: object, start: object, experts: object, *, start_key: str) -> Asked:
+    """Check the arguments that all readers have.
+
+    Args:
+        request: the request's body, or None.
+        start: as the caller gave it.
+        experts: the model's shape, or None.
+        start_key: what the engine calls the start in a request, where the caller gave none.
+
+    Raises:
+        InputError: one of them is of another type.
+    """
+    check_experts(experts)
+    body = as_members(request, "request")
+    return Asked(body, as_count(start, "routed_experts_start") or body.count(start_key) or 0)
+
+
+def as_response(response: Response) -> Members:
+    """Return the members of a response; JSON text is parsed, base64 stays one string.
 
     Raises:
         InputError: it is neither a mapping nor JSON text of one; quotes how it begins.
@@ -123,22 +149,22 @@ def as_response(response: Response) -> Mapping[str, Any]:
     if isinstance(response, (str, bytes)):
         try:
             value = msgspec.json.decode(response)
-        except (msgspec.DecodeError, UnicodeEncodeError):
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             # Python servers write NaN, -Infinity and lone surrogates, which strict JSON has not.
             try:
                 value = json.loads(response)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 head = response[:_QUOTED]
                 shown = head.decode("utf-8", "replace") if isinstance(head, bytes) else head
                 raise InputError(f"the response is not JSON ({error}); it begins {shown!r}", got=shown) from error
-    if isinstance(value, Sequence):
+    if isinstance(value, list | tuple):
         raise InputError(f"got a list of {len(value)} responses; pass one of them at a time")
     if not isinstance(value, Mapping):
         raise InputError(f"a response is a mapping or its JSON text, got {type(value).__name__}")
     said = _server_error(value)
     if said is not None:
         raise PayloadError(f"the server sent an error instead of a response: {said}", field="error", got=said)
-    return value
+    return Members(value)
 
 
 def _server_error(body: Mapping[str, Any]) -> str | None:
@@ -156,54 +182,47 @@ def _is_words(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], Mapping))
 
 
-def mapping(value: object) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping, else an empty one: absent and null parts read the same."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def first_given(*values: Json) -> Json:
-    """Return the first value that is not None."""
-    return next((value for value in values if value is not None), None)
-
-
-def column(entries: Sequence[Any], index: int | str, *, what: str) -> list[Any]:
-    """Return one member of every entry, without a Python loop.
+def reason(given: Json, path: str) -> tuple[str | None, str | None]:
+    """Return a finish reason and its message: engines send a string, an object with ``type``, or null.
 
     Raises:
-        PayloadError: an entry has no such member.
+        PayloadError: it is something else.
     """
-    try:
-        return list(map(itemgetter(index), entries))
-    except (TypeError, IndexError, KeyError) as error:
-        raise PayloadError(f"{what} has an entry without {index!r}: {error!r}", field=what) from error
+    if given is None or isinstance(given, str):
+        return given, None
+    if not isinstance(given, Mapping):
+        raise refused(path, "a string or an object with type", given)
+    found = as_members(given, path)
+    return found.text("type"), found.text("message")
 
 
-def reason(value: object) -> tuple[str | None, str | None]:
-    """Return a finish reason and its message: engines send a string, an object with ``type``, or null."""
-    if isinstance(value, Mapping):
-        kind, message = value.get("type"), value.get("message")
-        return None if kind is None else str(kind), None if message is None else str(message)
-    return None if value is None else str(value), None
-
-
-def version(single: object, spans: object) -> WeightVersion | None:
-    """Return a weight version from ``weight_version`` and, where the server sends them, ``weight_versions`` spans.
+def version(holders: Sequence[Members]) -> WeightVersion | None:
+    """Return the weight version that the first holder says, or its ``weight_versions`` spans where one has them.
 
     Raises:
-        PayloadError: the spans are malformed.
+        PayloadError: either is malformed.
     """
-    if not spans:
-        return None if single is None else str(single)
-    if not isinstance(spans, Sequence) or isinstance(spans, str):
-        raise PayloadError(f"weight_versions must be a list of spans, got {spans!r}", field="weight_versions")
-    read = []
-    for span in spans:
-        name, start, stop = (mapping(span).get(key) for key in ("version", "start", "end"))
-        if name is None or not isinstance(start, int) or not isinstance(stop, int) or not 0 <= start <= stop:
-            raise PayloadError(f"weight_versions: {span!r} is not {{version, start, end}}", field="weight_versions")
-        if stop > start:
-            read.append((str(name), start, stop))
-    return tuple(read) or (None if single is None else str(single))
+    spans = next((found for found in (holder.list("weight_versions") for holder in holders) if found is not None), ())
+    single = next((found for found in map(_single, holders) if found is not None), None)
+    return tuple(span for each in spans if (span := _span(each))[2] > span[1]) or single
+
+
+def _single(holder: Members) -> str | None:
+    return _name(holder.get("weight_version"), holder.at("weight_version"))
+
+
+def _span(value: Json) -> tuple[str, int, int]:
+    span = as_members(value, "weight_versions[]")
+    name, start, stop = _name(span.get("version"), span.at("version")), span.count("start"), span.count("end")
+    if name is None or start is None or stop is None or start > stop:
+        raise PayloadError(f"weight_versions: {value!r:.80} is not {{version, start, end}}", field="weight_versions")
+    return name, start, stop
+
+
+def _name(value: Json, path: str) -> str | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, str | int)):
+        raise refused(path, "a string or an integer", value)
+    return None if value is None else str(value)
 
 
 def _version_of(found: WeightVersion | None, n_response: int) -> WeightVersion | None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spool.engines.choices import check_count, choice_generated, no_token_ids, pick_choice, usage_count
-from spool.engines.step import EngineStep, Json, Response, as_response, first_given, make_step, mapping, reason, version
+from spool.engines.members import Json, Members, as_ids, first_given, first_ids, first_of
+from spool.engines.step import EngineStep, Response, as_asked, as_response, make_step, reason, version
 from spool.engines.wires import decode_routing
 from spool.errors import PayloadError
 
@@ -50,26 +51,27 @@ def from_vllm(
             and what came. Or the server sent an error instead of a response.
         InputError: token ids are nowhere to be found, or the response is not one.
     """
-    body, asked = as_response(response), mapping(request)
-    part = pick_choice(body, choice) if "choices" in body else body
-    finish_reason, _ = reason(part.get("finish_reason"))
+    body = as_response(response)
+    asked = as_asked(request, routed_experts_start, experts, start_key="routed_experts_prompt_start")
+    part = pick_choice(body, choice)
+    finish_reason, _ = reason(part.get("finish_reason"), part.at("finish_reason"))
     ids, logprobs = choice_generated(part)
     if ids is None:
         if logprobs or finish_reason != "abort":
             raise no_token_ids("vLLM", "ask for them with return_token_ids=True")
-        ids = ()
+        ids = np.empty(0, np.int32)
     check_count(ids, usage_count(body), said_as="usage.completion_tokens")
-    prompt = first_given(prompt_token_ids, _sent_ids(asked), part.get("prompt_token_ids"), body.get("prompt_token_ids"))
-    start = routed_experts_start or asked.get("routed_experts_prompt_start") or 0
-    routing: Json = first_given(part.get("routed_experts"), mapping(part.get("message")).get("routed_experts"))
-    head = first_given(part.get("prompt_routed_experts"), body.get("prompt_routed_experts"))
+    prompt = first_given(as_ids(prompt_token_ids, "prompt_token_ids"), _sent_ids(asked.request))
+    if prompt is None:
+        prompt = first_ids((part, "prompt_token_ids"), (body, "prompt_token_ids"))
+    n_prompt, start = 0 if prompt is None else len(prompt), asked.start
+    routing: Json = first_of("routed_experts", part, part.members("message"))
+    head = first_of("prompt_routed_experts", part, body)
     if head is not None:
-        routing = _joined(head, routing, len(prompt or ()), experts)
+        routing = _joined(head, routing, n_prompt, experts)
     elif routing is not None:
         routing, said = decode_routing(routing, experts=experts)
-        start = _start_of(len(routing), start if said is None else said, len(prompt or ()), len(ids))
-    metadata = mapping(body.get("metadata"))
-    details = mapping(mapping(body.get("usage")).get("prompt_tokens_details"))
+        start = _start_of(len(routing), start if said is None else said, n_prompt, len(ids))
     return make_step(
         prompt=prompt,
         response=ids,
@@ -78,18 +80,16 @@ def from_vllm(
         routing_dtype=None,
         start=start,
         experts=experts,
-        version=version(
-            first_given(part.get("weight_version"), body.get("weight_version"), metadata.get("weight_version")),
-            first_given(part.get("weight_versions"), metadata.get("weight_versions")),
-        ),
+        version=version((part, body, body.members("metadata"))),
         finish_reason=finish_reason,
-        metadata={"cached_tokens": details.get("cached_tokens")},
+        metadata={"cached_tokens": body.members("usage").members("prompt_tokens_details").get("cached_tokens")},
     )
 
 
-def _sent_ids(request: Mapping[str, Any]) -> Json:
-    prompt = first_given(request.get("token_ids"), request.get("prompt"))
-    return prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], int) else None
+def _sent_ids(request: Members) -> NDArray[np.int32] | None:
+    prompt = request.get("prompt")
+    spelt = request.get("token_ids") is None and isinstance(prompt, list) and prompt and isinstance(prompt[0], int)
+    return request.ids("prompt" if spelt else "token_ids")
 
 
 def _start_of(n_rows: int, start: int, n_prompt: int, n_response: int) -> int:

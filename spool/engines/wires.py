@@ -12,15 +12,14 @@ import ast
 import binascii
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.errors import PayloadError
-
-if TYPE_CHECKING:
-    from spool.model.moe import MoEShape
+from spool.errors import InputError, PayloadError
+from spool.formats.arrays import as_array
+from spool.model.moe import MoEShape
 
 Text: TypeAlias = str | bytes
 Ids: TypeAlias = NDArray[np.integer[Any]]
@@ -29,6 +28,8 @@ PIECE_CHARS = 1 << 20
 """Base64 characters decoded at once; a multiple of 4."""
 PIECE_ROWS = 1024
 """Rows of nested lists converted at once."""
+MOST_ROWS = 1 << 31
+"""Tokens are counted in 31 bits; of layers and experts there are fewer."""
 
 _NEMO = "nrlre1:"
 _NPY_MAGIC = b"\x93NUMPY"
@@ -70,12 +71,24 @@ def decode_routing(
 
     Raises:
         PayloadError: the payload is not what it claims to be; says what was expected and what came.
+        InputError: ``experts`` is no shape.
     """
+    check_experts(experts)
     if isinstance(payload, Mapping):
         return _from_envelope(payload, experts, what)
     if isinstance(payload, (str, bytes)):
         return Routing(_from_text(payload, experts, dtype, what))
     return Routing(_from_lists(payload, experts, what))
+
+
+def check_experts(experts: object) -> None:
+    """Refuse what is neither a model's shape nor None.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if experts is not None and not isinstance(experts, MoEShape):
+        raise InputError(f"experts must be a spool.MoEShape, such as spool.models[name], got {experts!r:.80}")
 
 
 def _from_text(text: Text, experts: MoEShape | None, dtype: str | None, what: str) -> Ids:
@@ -149,7 +162,7 @@ def _from_npy(data: NDArray[np.uint8], experts: MoEShape | None, what: str) -> I
 def _from_lists(payload: object, experts: MoEShape | None, what: str) -> Ids:
     """Convert nested lists in pieces, into int32; arrays stay as they are."""
     if isinstance(payload, np.ndarray) or not isinstance(payload, Sequence):
-        array = np.asarray(payload)
+        array = as_array(payload, what=what)
         _check_ids(array, what)
         _check_shape(array.shape, experts, what)
         return array
@@ -177,7 +190,7 @@ def _converted(payload: Sequence[Any], what: str) -> Iterator[tuple[int, Ids]]:
         part = payload[first : first + PIECE_ROWS]
         try:
             piece = np.asarray(part)
-        except ValueError as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise PayloadError(f"{what} is ragged between rows {first} and {first + len(part)}", field=what) from error
         _check_ids(piece, f"{what}[{first}:{first + len(part)}]")
         yield first, piece
@@ -197,6 +210,8 @@ def _shaped(
             f"{what} has the shape {shape!r}; expected [rows, layers, topk]", field=what, got=repr(shape)
         )
     _check_shape(tuple(shape), experts, what)
+    if max(shape) > MOST_ROWS:
+        raise PayloadError(f"{what} has the shape {shape}, more than any array has", field=what, got=repr(shape))
     expected = math.prod(shape) * wire.itemsize
     if len(data) != expected:
         raise PayloadError(

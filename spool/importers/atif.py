@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from spool.engines.step import mapping
 from spool.errors import InputError
-from spool.importers.base import ImportedRun, ImportedStep, given, member, objects, without
+from spool.importers.base import ImportedRun, ImportedStep, given, mapping, member, objects, without
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from spool.engines.step import Json
+    from spool.engines.members import Json
     from spool.importers.base import Origin
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids", "logprobs")

@@ -8,7 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from spool.engines.step import EngineStep, Json
+from spool.engines.members import Json
+from spool.engines.step import EngineStep
 from spool.errors import InputError, SpoolError
 from spool.model.moe import MoEShape
 from spool.model.outcome import Outcome
@@ -132,6 +133,11 @@ def member(record: Mapping[str, Json], name: str, kind: type | tuple[type, ...],
 
 def _names(kind: type | tuple[type, ...]) -> str:
     return kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
+
+
+def mapping(value: object) -> Mapping[str, Any]:
+    """Return ``value`` if it is a mapping, else an empty one: absent and null parts read the same."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def objects(items: Json, what: str) -> list[dict[str, Json]]:

@@ -18,7 +18,7 @@ from spool.importers.base import (
 from spool.importers.outcomes import outcome_of
 
 if TYPE_CHECKING:
-    from spool.engines.step import Json
+    from spool.engines.members import Json
     from spool.importers.base import Origin
 
 

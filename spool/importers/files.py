@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from spool.engines.step import Json
+from spool.engines.members import Json
 from spool.errors import InputError, NotFoundError, SpoolError, StorageError
 from spool.importers.base import Failure, Ignored, ImportedRun, Origin
 from spool.importers.detect import FORMS, ROUTING, UnknownFormError, form_of, parse

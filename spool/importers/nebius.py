@@ -9,7 +9,7 @@ from spool.importers.base import ImportedRun, given, member, message_steps, obje
 from spool.importers.outcomes import outcome_of
 
 if TYPE_CHECKING:
-    from spool.engines.step import Json
+    from spool.engines.members import Json
     from spool.importers.base import Origin
 
 _ROLES = {"system": "system", "user": "user", "ai": "assistant"}

@@ -16,7 +16,7 @@ from spool.importers.outcomes import outcome_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from spool.engines.step import Json
+    from spool.engines.members import Json
     from spool.importers.base import Origin
     from spool.model.outcome import Outcome
 

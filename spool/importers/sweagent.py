@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from spool.engines.step import mapping
-from spool.importers.base import ImportedRun, given, member, message_steps, objects, optional_text, without
+from spool.importers.base import ImportedRun, given, mapping, member, message_steps, objects, optional_text, without
 from spool.importers.outcomes import outcome_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from spool.engines.step import Json
+    from spool.engines.members import Json
     from spool.importers.base import Origin
 
 _IN_HISTORY = ("action", "observation", "response", "thought", "query", "messages")

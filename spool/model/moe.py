@@ -54,7 +54,7 @@ class _Models(Mapping[str, MoEShape]):
         return {name: _shape(entry) for name, entry in table.items()}
 
     def __getitem__(self, name: str) -> MoEShape:
-        shape = self._shapes.get(name.lower())
+        shape = self._shapes.get(name.lower()) if isinstance(name, str) else None
         if shape is None:
             raise NotFoundError(
                 f"no MoE shape named {name!r}; known: {', '.join(self)}. "

@@ -149,7 +149,10 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return names[0], names[-1]
 
     def to_json(self) -> str:
-        """Return the reference as JSON; `spool.ref_from_json` reads it back."""
+        """Return the reference as JSON; `spool.ref_from_json` reads it back.
+
+        JSON has no NaN and no infinities: in ``reward`` and ``facts`` they become null. Pickle keeps them.
+        """
         return msgspec.json.encode(self).decode()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -237,5 +240,5 @@ def ref_from_json(text: str | bytes) -> StepRef | SegmentRef:
     """
     try:
         return msgspec.json.decode(text, type=StepRef | SegmentRef)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
         raise InputError(f"this is not a reference: {error}") from error

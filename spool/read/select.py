@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from spool.arguments import listed
 from spool.errors import InputError
 from spool.model.refs import Extent, Ref, SegmentRef, Unit
 
@@ -53,7 +54,8 @@ def token_ranges(tokens: Tokens, n_tokens: int) -> list[Range]:
         return [(0, n_tokens)]
     if isinstance(tokens, slice):
         return [plain_range(tokens, n_tokens, what="tokens")]
-    return [plain_range(part, n_tokens, what="tokens") for part in tokens]
+    parts = listed("tokens", tokens, slice, "slices, as slice(start, stop)")
+    return [plain_range(part, n_tokens, what="tokens") for part in parts]
 
 
 def plain_range(part: slice, n: int, *, what: str) -> Range:
@@ -64,7 +66,10 @@ def plain_range(part: slice, n: int, *, what: str) -> Range:
     """
     if not isinstance(part, slice) or part.step not in (None, 1):
         raise InputError(f"{what} must be slices without a step, as slice(start, stop); got {part!r}", got=repr(part))
-    start, stop, _ = part.indices(n)
+    try:
+        start, stop, _ = part.indices(n)
+    except TypeError as error:
+        raise InputError(f"{what} must begin and end at integers, got {part!r}", got=repr(part)) from error
     return start, max(start, stop)
 
 
