@@ -26,8 +26,11 @@ FORMAT = 1
 _ZARR_DTYPES = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )
-_MISSING = np.uint64(2**64 - 1)
-_LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+MISSING = np.uint64(2**64 - 1)
+"""Offset and size of an inner chunk that is not there."""
+LITTLE: dict[str, object] = {"name": "bytes", "configuration": {"endian": "little"}}
+CRC32C: dict[str, object] = {"name": "crc32c"}
+"""Codecs as the documents name them."""
 
 
 def shard_key(name: str, ndim: int, pack: int) -> str:
@@ -60,7 +63,7 @@ def shard_index(n_data_bytes: int, *, chunk_bytes: int, n_chunks: int) -> bytes:
     """
     present = padded_bytes(n_data_bytes, chunk_bytes=chunk_bytes) // chunk_bytes
     assert present <= n_chunks, f"{n_data_bytes} bytes do not fit {n_chunks} chunks of {chunk_bytes}"
-    index = np.full((n_chunks, 2), _MISSING, "<u8")
+    index = np.full((n_chunks, 2), MISSING, "<u8")
     index[:present, 0] = np.arange(present, dtype=np.uint64) * np.uint64(chunk_bytes)
     index[:present, 1] = chunk_bytes
     entries = index.tobytes()
@@ -82,15 +85,38 @@ def array_metadata(
     Raises:
         ConfigError: Zarr has no dtype for it.
     """
+    sharding = {
+        "chunk_shape": [chunk_rows, *spec.shape],
+        "codecs": [LITTLE],
+        "index_codecs": [LITTLE, CRC32C],
+        "index_location": "end",
+    }
+    return array_document(spec, sharding, shard_rows=shard_rows, n_rows=n_rows, valid_rows=valid_rows)
+
+
+def array_document(
+    spec: ArraySpec,
+    sharding: dict[str, object],
+    *,
+    shard_rows: int,
+    n_rows: int,
+    valid_rows: Sequence[Sequence[int]],
+) -> bytes:
+    """Return the ``zarr.json`` of one stored array of either tier.
+
+    Args:
+        spec: its name, dtype and inner shape.
+        sharding: the configuration of the codec ``sharding_indexed``.
+        shard_rows: R, rows of a shard.
+        n_rows: rows up to the end of the last pack that is described.
+        valid_rows: ``[start, count]`` of each pack's rows.
+
+    Raises:
+        ConfigError: Zarr has no dtype for it.
+    """
     dtype, attributes = _zarr_dtype(spec), {"spool:rows": [list(pair) for pair in valid_rows]}
     if dtype != _name(spec):
         attributes["spool:dtype"] = _name(spec)  # type: ignore[assignment]
-    sharding = {
-        "chunk_shape": [chunk_rows, *spec.shape],
-        "codecs": [_LITTLE],
-        "index_codecs": [_LITTLE, {"name": "crc32c"}],
-        "index_location": "end",
-    }
     return _document(
         {
             "zarr_format": 3,
@@ -112,12 +138,12 @@ def parse_rows(data: bytes) -> tuple[int, list[tuple[int, int]]]:
     Raises:
         IntegrityError: it is torn, or not one of ours.
     """
-    document = _parse(data, node_type="array")
+    document = parse_document(data, node_type="array")
     try:
         rows = msgspec.convert(document["attributes"]["spool:rows"], list[tuple[int, int]])
         return msgspec.convert(document["shape"][0], int), rows
     except (LookupError, TypeError, msgspec.ValidationError) as error:
-        raise _not_ours(error) from error
+        raise not_ours(error) from error
 
 
 def group_metadata(schema: Schema, layout: Layout, *, stream: str, created: float, **attributes: object) -> bytes:
@@ -154,9 +180,9 @@ def parse_group(data: bytes) -> tuple[Schema, Layout]:
         sizes = msgspec.convert(facts["layout"], Layout)
         odd = [array.name for array in schema.arrays if not _is_sound(sizes, array.name)]
     except (LookupError, TypeError, msgspec.ValidationError, ConfigError) as error:
-        raise _not_ours(error) from error
+        raise not_ours(error) from error
     if odd:
-        raise _not_ours(f"its layout does not fit {', '.join(odd)}")
+        raise not_ours(f"its layout does not fit {', '.join(odd)}")
     return schema, sizes
 
 
@@ -171,9 +197,9 @@ def parse_attributes(data: bytes) -> dict[str, Any]:
     Raises:
         IntegrityError: it is torn, or not one of ours, or of a newer format.
     """
-    attributes = _parse(data, node_type="group").get("attributes")
+    attributes = parse_document(data, node_type="group").get("attributes")
     if not isinstance(attributes, dict) or attributes.get("spool:format") != FORMAT:
-        raise _not_ours(f"its attributes do not say spool:format {FORMAT}")
+        raise not_ours(f"its attributes do not say spool:format {FORMAT}")
     return {name[6:]: value for name, value in attributes.items() if name.startswith("spool:")}
 
 
@@ -194,15 +220,21 @@ def _document(value: dict[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=0)
 
 
-def _parse(data: bytes, *, node_type: str) -> dict[str, Any]:
+def parse_document(data: bytes, *, node_type: str) -> dict[str, Any]:
+    """Return a ``zarr.json`` of a Zarr v3 ``array`` or ``group``.
+
+    Raises:
+        IntegrityError: it is torn, or describes something else.
+    """
     try:
         document = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _not_ours(error) from error
+        raise not_ours(error) from error
     if document.get("zarr_format") != 3 or document.get("node_type") != node_type:
-        raise _not_ours(f"it does not describe a Zarr v3 {node_type}")
+        raise not_ours(f"it does not describe a Zarr v3 {node_type}")
     return document
 
 
-def _not_ours(why: object) -> SpoolError:
+def not_ours(why: object) -> SpoolError:
+    """Return the error for a ``zarr.json`` that cannot be used."""
     return IntegrityError(f"this zarr.json cannot be used: {why}; it is torn, damaged or newer: run `spool recover`")
