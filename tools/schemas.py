@@ -11,6 +11,7 @@ import msgspec
 
 from spool.audit import Report
 from spool.catalog import SessionRow
+from spool.formats.manifest import PackEntry
 from spool.model.events import Event
 from spool.model.fields import Layout, Schema
 from spool.model.refs import SegmentRef, StepRef
@@ -25,6 +26,7 @@ SOURCES: dict[str, tuple[str, Any]] = {
     "spool.json": ("spool.json in a spool's root", Identity),
     "stream-schema.json": ("The attribute spool:schema of a stream's group", Schema),
     "stream-layout.json": ("The attribute spool:layout of a stream's group", Layout),
+    "pack-entry.json": ("An entry of spool:packs in a manifest's metadata", PackEntry),
     "suspend-token.json": ("A suspend token", SuspendToken),
     "cli-ls.json": ("spool ls --json", list[SessionRow]),
     "cli-verify.json": ("spool verify --json", Report),

@@ -29,6 +29,7 @@ from spool.model.events import (
     StepDiscarded,
     ToolsStored,
     Transaction,
+    without_text,
 )
 from spool.model.refs import SegmentRef
 
@@ -82,11 +83,9 @@ def prepare(items: Sequence[LogItem]) -> list[Prepared]:
 
 
 def _light(event: Single) -> bytes:
-    if isinstance(event, StepCommitted):
-        return encode(replace(event, messages=b"") if event.messages else event)
     if isinstance(event, SessionFinalized):
         return encode(replace(event, segments=()))
-    return b"" if isinstance(event, ToolsStored) else encode(event)
+    return b"" if isinstance(event, ToolsStored) else encode(without_text(event))
 
 
 class _Change:

@@ -1,6 +1,6 @@
-"""Shards and documents of the cold tier: stock Zarr v3, made of a hot shard's rows and read by byte range.
+"""Shards of the cold tier: made of the rows of a hot one, and read by byte range.
 
-A cold shard begins with its index, so that nobody needs to know its size, and then has its inner chunks end to end, each
+A cold shard begins with its index, so that nobody needs its size, and then has its inner chunks end to end, each
 with a crc32c behind it. Codec ``raw`` stores a chunk as it is: where a row lies follows from its number, and no index
 is read. Codec ``zstd`` compresses it; where axis 0 of a row is layers, a chunk holds one layer of a row group and the
 layers of a group are neighbours, so that all of them are one range and a slice of them a smaller one.
@@ -8,112 +8,34 @@ layers of a group are neighbours, so that all of them are one range and a slice 
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
-from msgspec import Struct
 
 from spool.errors import IntegrityError
-from spool.formats.shard import (
-    CRC32C,
-    LITTLE,
-    MISSING,
-    array_document,
-    group_metadata,
-    not_ours,
-    parse_attributes,
-    parse_document,
-    parse_group,
-    parse_rows,
-)
-from spool.model.fields import (
-    MAX_CHUNK_BYTES,
-    MAX_CHUNK_ROWS,
-    ROUTED_EXPERTS,
-    ArraySpec,
-    Layout,
-    Schema,
-    numpy_dtype,
-)
+from spool.formats.cold_arrays import CRC_BYTES, ZSTD_LEVEL, Codec, ColdLayout, cold_layout
+from spool.formats.shard import MISSING
+from spool.model.fields import MAX_CHUNK_BYTES, MAX_CHUNK_ROWS, ROUTED_EXPERTS, ArraySpec, Layout, numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
-Codec = Literal["raw", "zstd"]
 Buffer: TypeAlias = Any
 """Bytes in memory: anything with the buffer protocol, C-contiguous."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = npt.NDArray[np.uint64]
 """``[row groups, layers, 2]``: offset and size of each chunk with its crc32c, both 2**64-1 for one not there."""
 
-LAYER_CHUNK_ROWS = 2048
 SAMPLE_BYTES = 16 << 20
 """Bytes of rows that are compressed to choose a codec."""
 
-_LEVEL = 1
-_CRC_BYTES = 4
 _BLOCK_BYTES = 256 << 10
 _MIN_SAMPLE_BYTES = 64 << 10
-_ZSTD: dict[str, object] = {"name": "zstd", "configuration": {"level": _LEVEL, "checksum": False}}
-_compressor = pa.Codec("zstd", compression_level=_LEVEL)
-
-
-class ColdLayout(Struct, frozen=True, dict=True):
-    """How the shards of an array lie in the cold tier.
-
-    Attributes:
-        spec: the array.
-        codec: ``raw`` or ``zstd``.
-        chunk_rows: rows of an inner chunk, of a row group; divides R.
-        shard_rows: R, rows of a shard.
-        n_layers: chunks of a row group, one a stored layer; 1 where a chunk holds whole rows.
-    """
-
-    spec: ArraySpec
-    codec: Codec
-    chunk_rows: int
-    shard_rows: int
-    n_layers: int = 1
-
-    @cached_property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of an inner chunk, rows included."""
-        shape = self.spec.shape
-        return (self.chunk_rows, shape[0] // self.n_layers, *shape[1:]) if shape else (self.chunk_rows,)
-
-    @cached_property
-    def n_groups(self) -> int:
-        """Row groups of a full shard."""
-        return self.shard_rows // self.chunk_rows
-
-    @cached_property
-    def layer_bytes(self) -> int:
-        """Bytes that a chunk holds of one row."""
-        return self.spec.row_bytes // self.n_layers
-
-    @cached_property
-    def chunk_bytes(self) -> int:
-        """Bytes of an inner chunk, neither compressed nor with its crc32c."""
-        return self.chunk_rows * self.layer_bytes
-
-    @cached_property
-    def index_bytes(self) -> int:
-        """Bytes of the index with its crc32c; the first chunk begins there."""
-        return 16 * self.n_groups * self.n_layers + _CRC_BYTES
-
-    def max_shard_bytes(self, n_rows: int) -> int:
-        """Return what a shard of ``n_rows`` takes at most; exactly that where it is raw."""
-        # zstd's own bound for bytes that do not compress
-        excess = 0 if self.codec == "raw" else (self.chunk_bytes >> 8) + 64
-        n_chunks = -(-n_rows // self.chunk_rows) * self.n_layers
-        return self.index_bytes + n_chunks * (self.chunk_bytes + excess + _CRC_BYTES)
+_compressor = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
 
 
 class ChunkSpan(NamedTuple):
@@ -123,30 +45,6 @@ class ChunkSpan(NamedTuple):
     stop: int
     group: int
     layer: int
-
-
-def cold_layout(spec: ArraySpec, layout: Layout, codec: Codec, *, layered: bool) -> ColdLayout:
-    """Return how an array lies in the cold tier.
-
-    Args:
-        spec: the array.
-        layout: rows a chunk and a shard in the hot tier.
-        codec: as chosen for the stream.
-        layered: axis 0 of its inner shape is layers.
-    """
-    chunk_rows, shard_rows = layout.chunk_rows[spec.name], layout.shard_rows[spec.name]
-    if codec == "zstd" and layered and spec.shape:
-        return ColdLayout(spec, codec, min(chunk_rows, LAYER_CHUNK_ROWS), shard_rows, spec.shape[0])
-    return ColdLayout(spec, codec, chunk_rows, shard_rows)
-
-
-def cold_layouts(schema: Schema, layout: Layout, codecs: Mapping[str, Codec]) -> dict[str, ColdLayout]:
-    """Return the layout of each array of a stream, by name."""
-    return {
-        spec.name: cold_layout(spec, layout, codecs[spec.name], layered=field.num_layers is not None)
-        for field in schema.fields
-        for spec in field.arrays
-    }
 
 
 def choose_codec(spec: ArraySpec, rows: Buffer, *, layered: bool) -> Codec:
@@ -201,7 +99,7 @@ def encode_shard(layout: ColdLayout, rows: Buffer, *, workers: int = 1, into: Bu
     fill = _fill_raw if layout.codec == "raw" else _fill_zstd
     sizes = fill(layout, data, out[layout.index_bytes :], workers)
     out[: layout.index_bytes] = _index(layout, sizes)
-    return memoryview(out[: layout.index_bytes + int(sizes.sum())])
+    return out[: layout.index_bytes + int(sizes.sum())].data
 
 
 def _index(layout: ColdLayout, sizes: npt.NDArray[np.uint64]) -> Bytes:
@@ -217,7 +115,7 @@ def _fill_raw(layout: ColdLayout, data: Bytes, out: Bytes, _: int) -> npt.NDArra
     """Write chunks and their checksums, in blocks that stay in the cache between the two."""
     chunk = layout.chunk_bytes
     n_chunks, (n_whole, left) = -(-data.size // chunk), divmod(data.size, chunk)
-    into = out.reshape(n_chunks, chunk + _CRC_BYTES)
+    into = out.reshape(n_chunks, chunk + CRC_BYTES)
     whole = data[: n_whole * chunk].reshape(n_whole, chunk)
     if left:
         into[n_whole, :left] = data[n_whole * chunk :]
@@ -228,18 +126,17 @@ def _fill_raw(layout: ColdLayout, data: Bytes, out: Bytes, _: int) -> npt.NDArra
         source = whole[start : start + step]
         block[: len(source), :chunk] = source
         sums = [crc32c(row) for row in block[:, :chunk]]
-        block[:, chunk:] = np.array(sums, "<u4").view(np.uint8).reshape(-1, _CRC_BYTES)
-    return np.full(n_chunks, chunk + _CRC_BYTES, np.uint64)
+        block[:, chunk:] = np.array(sums, "<u4").view(np.uint8).reshape(-1, CRC_BYTES)
+    return np.full(n_chunks, chunk + CRC_BYTES, np.uint64)
 
 
 def _fill_zstd(layout: ColdLayout, data: Bytes, out: Bytes, workers: int) -> npt.NDArray[np.uint64]:
     """Write compressed chunks and their checksums, while the next ones are compressed."""
     sizes, end = [], 0
-    target = memoryview(out)
     for chunk in _compressed(layout, data, workers):
-        sizes.append(len(chunk) + _CRC_BYTES)
-        target[end : end + len(chunk)] = memoryview(chunk)
-        target[end + len(chunk) : end + sizes[-1]] = _crc(chunk)
+        sizes.append(len(chunk) + CRC_BYTES)
+        out[end : end + len(chunk)] = np.frombuffer(chunk, np.uint8)
+        out[end + len(chunk) : end + sizes[-1]] = np.frombuffer(_crc(chunk), np.uint8)
         end += sizes[-1]
     return np.array(sizes, np.uint64)
 
@@ -282,7 +179,7 @@ def raw_span(layout: ColdLayout, row: int, n: int, *, verify: bool = False) -> t
         return layout.index_bytes, layout.index_bytes
     if verify:
         first, last = row // layout.chunk_rows, (row + n - 1) // layout.chunk_rows
-        stride = layout.chunk_bytes + _CRC_BYTES
+        stride = layout.chunk_bytes + CRC_BYTES
         return layout.index_bytes + first * stride, layout.index_bytes + (last + 1) * stride
     pieces = raw_pieces(layout, row, n)
     return pieces[0][0], pieces[-1][1]
@@ -293,7 +190,7 @@ def raw_pieces(layout: ColdLayout, row: int, n: int) -> list[tuple[int, int]]:
     pieces, chunk_rows = [], layout.chunk_rows
     for chunk in range(row // chunk_rows, -(-(row + n) // chunk_rows) if n else 0):
         # rows before this chunk, and a checksum for each whole chunk before it
-        gap = layout.index_bytes + chunk * _CRC_BYTES
+        gap = layout.index_bytes + chunk * CRC_BYTES
         low, high = max(row, chunk * chunk_rows), min(row + n, (chunk + 1) * chunk_rows)
         pieces.append((gap + low * layout.spec.row_bytes, gap + high * layout.spec.row_bytes))
     return pieces
@@ -320,7 +217,7 @@ def raw_rows(layout: ColdLayout, data: Buffer, row: int, n: int, *, verify: bool
     if len(view) != stop - start:
         raise _damaged(layout, f"rows {row} to {row + n} take {stop - start} bytes, got {len(view)}")
     if verify:
-        stride = layout.chunk_bytes + _CRC_BYTES
+        stride = layout.chunk_bytes + CRC_BYTES
         for number, at in enumerate(range(0, len(view), stride), row // layout.chunk_rows):
             decode_chunk(layout, view[at : at + stride], where=f"row group {number}")
     pieces = [view[low - start : high - start] for low, high in raw_pieces(layout, row, n)]
@@ -338,12 +235,12 @@ def parse_index(layout: ColdLayout, data: Buffer) -> Index:
         IntegrityError: its checksum does not fit, or its chunks do not lie one behind the other.
     """
     view = memoryview(data).cast("B")
-    if len(view) != layout.index_bytes or _crc(view[:-_CRC_BYTES]) != view[-_CRC_BYTES:]:
+    if len(view) != layout.index_bytes or _crc(view[:-CRC_BYTES]) != view[-CRC_BYTES:]:
         raise _damaged(layout, f"the index, {len(view)} of {layout.index_bytes} bytes, does not match its crc32c")
-    index = np.frombuffer(view[:-_CRC_BYTES], "<u8").reshape(-1, 2)
+    index = np.frombuffer(view[:-CRC_BYTES], "<u8").reshape(-1, 2)
     there = index[index[:, 0] != MISSING]
     sizes = there[:, 1]
-    odd = (sizes <= _CRC_BYTES).any() or (sizes > layout.max_shard_bytes(layout.chunk_rows)).any()
+    odd = (sizes <= CRC_BYTES).any() or (sizes > layout.max_shard_bytes(layout.chunk_rows)).any()
     if odd or not np.array_equal(_index(layout, sizes), _as_bytes(view)):
         raise _damaged(layout, "the index names chunks that do not lie one behind the other")
     return index.reshape(layout.n_groups, layout.n_layers, 2)
@@ -388,8 +285,8 @@ def decode_chunk(layout: ColdLayout, data: Buffer, *, where: str = "a chunk") ->
         IntegrityError: its checksum does not fit, or it does not decompress to a chunk.
     """
     view = memoryview(data).cast("B")
-    body = view[:-_CRC_BYTES]
-    if _crc(body) != view[-_CRC_BYTES:]:
+    body = view[:-CRC_BYTES]
+    if _crc(body) != view[-CRC_BYTES:]:
         raise _damaged(layout, f"{where} does not match its crc32c")
     try:
         plain = body if layout.codec == "raw" else _compressor.decompress(body, layout.chunk_bytes)
@@ -425,63 +322,6 @@ def place_chunk(
     into[low - row : high - row, span.layer - lowest] = chunk.reshape(-1).view(item)[low - first : high - first]
 
 
-# -- documents -------------------------------------------------------------------------------------------------------
-
-
-def cold_array_metadata(layout: ColdLayout, *, n_rows: int, valid_rows: Sequence[Sequence[int]]) -> bytes:
-    """Return the ``zarr.json`` of an array in the cold tier; arguments as of `shard.array_metadata`.
-
-    Raises:
-        ConfigError: Zarr has no dtype for it.
-    """
-    sharding: dict[str, object] = {
-        "chunk_shape": list(layout.chunk_shape),
-        "codecs": [LITTLE, CRC32C] if layout.codec == "raw" else [LITTLE, _ZSTD, CRC32C],
-        "index_codecs": [LITTLE, CRC32C],
-        "index_location": "start",
-    }
-    return array_document(
-        layout.spec, sharding, shard_rows=layout.shard_rows, n_rows=n_rows, valid_rows=valid_rows
-    )
-
-
-def parse_cold_array(layout: ColdLayout, data: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Return ``n_rows`` and ``valid_rows`` of an array's ``zarr.json``, which must describe ``layout``.
-
-    Raises:
-        IntegrityError: it is torn, not one of ours, or describes other shards.
-    """
-    n_rows, valid_rows = parse_rows(data)
-    ours = msgspec.json.decode(cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid_rows))
-    theirs = parse_document(data, node_type="array")
-    odd = [name for name in ("shape", "data_type", "chunk_grid", "codecs") if theirs.get(name) != ours[name]]
-    if odd:
-        raise not_ours(f"it describes another {' and '.join(odd)} than array {layout.spec.name!r} of this stream has")
-    return n_rows, valid_rows
-
-
-def cold_group_metadata(
-    schema: Schema, layout: Layout, codecs: Mapping[str, Codec], *, stream: str, created: float, **attributes: object
-) -> bytes:
-    """Return the ``zarr.json`` of a stream in the cold tier: as in the hot one, and the codec of every array."""
-    assert set(codecs) == {spec.name for spec in schema.arrays}
-    return group_metadata(schema, layout, stream=stream, created=created, codecs=codecs, **attributes)
-
-
-def parse_cold_group(data: bytes) -> tuple[Schema, dict[str, ColdLayout]]:
-    """Return the schema of a stream and the cold layout of each of its arrays, by name.
-
-    Raises:
-        IntegrityError: it is torn, or not one of ours, or of a newer format.
-    """
-    schema, layout = parse_group(data)
-    try:
-        codecs = msgspec.convert(parse_attributes(data)["codecs"], dict[str, Codec])
-        return schema, cold_layouts(schema, layout, codecs)
-    except (LookupError, msgspec.ValidationError) as error:
-        raise not_ours(f"its spool:codecs do not fit: {error}") from error
-
-
 # -- shared ----------------------------------------------------------------------------------------------------------
 
 
@@ -493,8 +333,10 @@ def _as_bytes(data: Buffer) -> Bytes:
 
 
 def _crc(data: Buffer) -> bytes:
-    return crc32c(data).to_bytes(_CRC_BYTES, "little")
+    return crc32c(data).to_bytes(CRC_BYTES, "little")
 
 
 def _damaged(layout: ColdLayout, why: str) -> IntegrityError:
-    return IntegrityError(f"cold shard of {layout.spec.name}: {why}; it is not what was spilled", field=layout.spec.name)
+    return IntegrityError(
+        f"cold shard of {layout.spec.name}: {why}; it is not what was spilled", field=layout.spec.name
+    )

@@ -6,9 +6,10 @@ the end of a struct, with a default, and never removed or moved.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, SegmentRef, Unit, VersionSpan
@@ -173,3 +174,18 @@ class Transaction(Struct, frozen=True, array_like=True, tag="all"):
 
 Event = Single | Transaction
 """Any event of a commit log."""
+
+_E = TypeVar("_E", bound=Event)
+
+
+def without_text(event: _E) -> _E:
+    """Return an event without messages and tool schemas; the same object where it has none."""
+    if isinstance(event, StepCommitted):
+        return replace(event, messages=b"") if event.messages else event
+    if isinstance(event, ToolsStored):
+        return replace(event, json=b"") if event.json else event
+    if isinstance(event, Transaction):
+        kept = tuple(map(without_text, event.events))
+        same = all(a is b for a, b in zip(kept, event.events, strict=True))
+        return event if same else replace(event, events=kept)
+    return event
