@@ -1,0 +1,216 @@
+"""A cold root in a folder of a shared file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from spool.errors import IntegrityError, NotFoundError, SpoolError
+from spool.stores.local import map_os_error, sync_dir, write_atomic
+from spool.stores.objects import Data, ObjectInfo, Observer, Verify, check_key, check_range
+from spool.stores.threads import Threads
+
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_MAKE_TRIES = 5
+
+
+class SharedFolder:
+    """Objects as files: a put writes a file of another name, syncs it, renames it, and syncs the folder.
+
+    Names that begin with a dot are no objects: files that a put which died left behind, and those a network file
+    system keeps for its own reasons. There are no retries here: the file system's client has its own.
+
+    Args:
+        folder: absolute path; made by the first put.
+        concurrency: reads at once of `get_ranges`.
+        verify: ``always`` reads back what was put.
+        observer: told of every operation.
+    """
+
+    def __init__(
+        self, folder: str, *, concurrency: int = 16, verify: Verify = "size", observer: Observer | None = None
+    ) -> None:
+        self._folder = folder
+        self._threads = Threads(concurrency)
+        self._verify = verify
+        self._observer = observer or (lambda _kind, _key, _n_bytes, _seconds: None)
+
+    def __repr__(self) -> str:
+        return f"SharedFolder({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The folder as a URL."""
+        return f"file://{self._folder}"
+
+    def get(self, key: str) -> bytes:
+        """Return the whole file; see `Objects.get`."""
+        return self._read(key, 0, None)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Return a range of a file; see `Objects.get_range`."""
+        check_range(key, start, stop)
+        return self._read(key, start, stop) if stop > start else b""
+
+    def get_ranges(self, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Return ranges of files; see `Objects.get_ranges`."""
+        return self._threads.map(lambda one: self.get_range(*one), wanted)
+
+    def _read(self, key: str, start: int, stop: int | None) -> bytes:
+        path, began = self._path(key), time.monotonic()
+        try:
+            with open(path, "rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                end = size if stop is None else stop
+                # a damaged caller must not make it allocate what no file holds
+                data = _pread(file.fileno(), start, min(end, size))
+        except OSError as error:
+            raise self._error(error, "read", key) from None
+        if len(data) != end - start:
+            raise IntegrityError(
+                f"{self.url}/{key}: bytes [{start}, {end}) are {len(data)} instead of {end - start}: the file ends "
+                f"at {size}; it was cut, restore it from elsewhere",
+                key=key, range=[start, end], got=len(data), expected=end - start,
+            )  # fmt: skip
+        self._observer("get", key, len(data), time.monotonic() - began)
+        return data
+
+    def put(self, key: str, data: Data) -> None:
+        """Put a file; see `Objects.put`."""
+        path, began = self._path(key), time.monotonic()
+        view = memoryview(data).cast("B")
+        for tries_left in reversed(range(_MAKE_TRIES)):
+            try:
+                self._make_folder(os.path.dirname(path))
+                write_atomic(path, view)
+                break
+            except NotFoundError:
+                if not tries_left:  # another process's delete took the folder away as the last file in it went
+                    raise
+            except OSError as error:
+                if not isinstance(error, SpoolError):
+                    raise self._error(error, "write", key) from None
+                raise
+        self._observer("put", key, len(view), time.monotonic() - began)
+        self._prove(key, view)
+
+    def _prove(self, key: str, view: memoryview) -> None:
+        info = self.info(key)
+        same = info is not None and info.size == len(view)
+        if same and self._verify == "always":
+            same = self.get(key) == view
+        if not same:
+            self.delete([key])
+            raise IntegrityError(
+                f"{self.url}/{key}: what was written did not read back equal; it was removed. Check the file system",
+                key=key, got=info.size if info else None, expected=len(view),
+            )  # fmt: skip
+
+    def _make_folder(self, path: str) -> None:
+        """Make a folder and those above it, each name durable."""
+        missing = []
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for made in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(made)
+            sync_dir(os.path.dirname(made))
+
+    def info(self, key: str) -> ObjectInfo | None:
+        """Return size and time of a file; see `Objects.info`."""
+        began = time.monotonic()
+        try:
+            found = os.stat(self._path(key))
+        except _ABSENT:
+            return None
+        except OSError as error:
+            raise self._error(error, "look at", key) from None
+        finally:
+            self._observer("head", key, 0, time.monotonic() - began)
+        return ObjectInfo(key, found.st_size, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """Return the files whose keys start with ``prefix``; see `Objects.list`."""
+        began = time.monotonic()
+        top = prefix.rpartition("/")[0]
+        if top:
+            check_key(top)
+        found = []
+        for path, entry in self._walk(os.path.join(self._folder, top)):
+            key = os.path.relpath(path, self._folder)
+            if key.startswith(prefix) and not entry.name.startswith("."):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+        self._observer("list", prefix, 0, time.monotonic() - began)
+        return sorted(found)
+
+    def _walk(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield every regular file below ``folder``; what vanishes meanwhile is left out."""
+        todo = [folder]
+        while todo:
+            folder = todo.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        if entry.is_dir(follow_symlinks=False):
+                            todo.append(entry.path)
+                        elif entry.is_file(follow_symlinks=False):
+                            yield entry.path, entry
+            except _ABSENT:
+                continue
+            except OSError as error:
+                raise map_os_error(error, what="list", path=folder) from None
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete files, and the folders that are empty then; see `Objects.delete`."""
+        for key in keys:
+            path, began = self._path(key), time.monotonic()
+            try:
+                os.unlink(path)
+            except _ABSENT:
+                continue
+            except OSError as error:
+                raise self._error(error, "delete", key) from None
+            self._observer("delete", key, 0, time.monotonic() - began)
+            folder = os.path.dirname(path)
+            with contextlib.suppress(OSError):  # not empty any more, or still in use over there
+                while folder != self._folder:
+                    os.rmdir(folder)
+                    folder = os.path.dirname(folder)
+
+    def abort_stale_uploads(self, older_than_s: float) -> int:
+        """Remove temporary files of puts that died; see `Objects.abort_stale_uploads`."""
+        latest, n_removed = time.time() - older_than_s, 0
+        for path, entry in self._walk(self._folder):
+            if entry.name.startswith(".") and entry.name.endswith(".tmp"):
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.stat(follow_symlinks=False).st_mtime <= latest:
+                        os.unlink(path)
+                        n_removed += 1
+        return n_removed
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.close()
+
+    def _path(self, key: str) -> str:
+        return f"{self._folder}/{check_key(key)}"
+
+    def _error(self, error: OSError, what: str, key: str) -> SpoolError:
+        if isinstance(error, _ABSENT):
+            return NotFoundError(f"{self.url} has no object {key}", key=key)
+        return map_os_error(error, what=what, path=f"{self._folder}/{key}")
+
+
+def _pread(fd: int, start: int, stop: int) -> bytes:
+    """Return bytes [start, stop) of an open file, fewer only where it ends before."""
+    parts: list[bytes] = []
+    while start < stop and (part := os.pread(fd, min(stop - start, 0x7FFFF000), start)):
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
