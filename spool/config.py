@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from typing import Literal, get_args, get_type_hints
-from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -88,6 +88,14 @@ class Config(Struct, frozen=True, kw_only=True):
         return f"file://{self.root}" if self.root is not None else str(self.spill)
 
     @property
+    def uri(self) -> str:
+        """The location with its options, as `parse_uri` takes it."""
+        values = {name: getattr(self, name) for name in OPTIONS if not (name == "spill" and self.root is None)}
+        options = {name: _text(value) for name, value in values.items() if value != _DEFAULTS[name]}
+        place = str(self.spill) if self.root is None else f"file://{quote(self.root)}"
+        return f"{place}?{urlencode(options)}" if options else place
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """Where the spool's bytes are, hot root first; hints in references."""
         hot = () if self.root is None else (f"file://{self.root}",)
@@ -96,6 +104,19 @@ class Config(Struct, frozen=True, kw_only=True):
 
 OPTIONS: tuple[str, ...] = tuple(name for name in Config.__struct_fields__ if name != "root")
 """Names of the options a URI may carry."""
+
+
+_DEFAULTS = dict(zip(OPTIONS, Config.__struct_defaults__, strict=True))
+
+
+def _text(value: object) -> str:
+    """Return the value of an option as a URI carries it."""
+    if isinstance(value, Retention):
+        parts = [*(["released"] if value.released else []), *([] if value.age_s is None else [f"age={value.age_s!r}"])]
+        return ",".join(parts) or "keep"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def default_location() -> str | None:
@@ -146,7 +167,7 @@ def parse_uri(uri: str | os.PathLike[str] | None) -> Config:
 
 
 def _where(place: str) -> dict[str, str | None]:
-    """Return ``root`` or ``spill`` of a location. Errors quote no more than a scheme or a host: the rest may be secret."""
+    """Return ``root`` or ``spill`` of a location. Errors quote a scheme or a host at most: the rest may be secret."""
     scheme = _SCHEME.match(place)
     if scheme is not None and scheme[2] is None:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,18 +16,21 @@ import msgspec
 from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
-from spool.config import Config, parse_uri
+from spool.config import parse_uri
 from spool.derived import derived_segments
-from spool.errors import InputError, NotFoundError
+from spool.errors import ConfigError, InputError
 from spool.facts import Facts
+from spool.feeds import Feeds
 from spool.history import History
 from spool.logs import LogFeeder
+from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
 from spool.model.refs import Ref, SegmentRef, StepRef
 from spool.opening import opening, specs
+from spool.publishing import Publisher
 from spool.read.reader import ByteRange
 from spool.read.sample import Sample
 from spool.read.select import Tokens
@@ -35,8 +39,11 @@ from spool.record import SuspendToken
 from spool.recorder import Recorder
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
-from spool.root import FORMAT, make_identity, read_identity
+from spool.root import FORMAT, Place, find
 from spool.session import Session
+from spool.spiller.elect import require_lock
+from spool.spiller.keeper import Keeper
+from spool.spiller.loop import Spiller, read_status
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
@@ -64,29 +71,33 @@ def open(  # noqa: A001
         NotFoundError: there is no spool and it is not to be created.
     """
     config, declared = parse_uri(uri), tuple(specs("fields", fields))
-    identity = make_identity(config.root) if create and not readonly else read_identity(config.root)
-    if identity is None:
-        raise NotFoundError(f"there is no spool at {config.root} (no spool.json)", root=config.root)
-    return Spool(config, identity.id, declared, readonly=readonly)
+    return Spool(find(config, create=create and not readonly), declared, readonly=readonly)
 
 
 class Spool:
     """An open spool; made by `open`. Safe from many threads, and after a fork."""
 
-    def __init__(
-        self, config: Config, spool_id: str, fields: tuple[FieldSpec, ...] = (), *, readonly: bool = False
-    ) -> None:
-        self.config = config
-        self.spool_id = spool_id
+    def __init__(self, place: Place, fields: tuple[FieldSpec, ...] = (), *, readonly: bool = False) -> None:
+        config = self.config = place.config
+        self.spool_id, self._created = place.identity.id, place.identity.created
         self._fields = fields
-        self._catalog = Catalog.open(os.path.join(config.root, "catalog.sqlite"), readonly=readonly)
-        self._feeder = LogFeeder(config.root, self._catalog)
-        self._history = History(spool_id, config.url, self._catalog, self._feeder)
-        self._readers = Readers(config, spool_id, self._catalog, self._feeder)
+        path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
+        self._catalog = Catalog.open(path, readonly=readonly or config.root is None)
+        cold = None if place.objects is None else ColdFeeder(place.objects, self._catalog, self._is_local)
+        self._feeder = LogFeeder(config.root or "", self._catalog, cold)
+        self._feeds = Feeds(self._feeder, cold, local=config.root is not None)
+        self._history = History(self.spool_id, config, self._catalog, self._feeds)
+        self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
+        self._keeper = None
+        if config.root is not None and not readonly:
+            self._keeper = Keeper(config.root, config.uri, self._catalog, interval_s=config.publish_interval_s)
         self._recorder = Recorder(
-            config, spool_id, self._catalog, self._feeder, self._readers.inline, readonly=readonly
+            config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
         self._facts = Facts(self._recorder, fields, self._require)
+
+    def _is_local(self, stream: str) -> bool:
+        return stream in self._feeder.stream_names()
 
     def __repr__(self) -> str:
         return f"<spool.Spool {self.config.url}>"
@@ -166,7 +177,7 @@ class Spool:
 
         Sessions of this process and of dead writers are ended; those of other live processes are theirs to end.
         """
-        self._feeder.catch_up()
+        self._feeds.catch_up()
         return self._recorder.expire(self._catalog.idle(time.time()))
 
     # -- late facts and the end --------------------------------------------------------------------------------------
@@ -221,6 +232,43 @@ class Spool:
         """Say that no restart needs what was released under ``tag``."""
         self._facts.checkpointed(arguments.label("tag", tag))
 
+    def publish(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
+        """Return when every byte that references need, and the records of their sessions, are durable in the cold root.
+
+        From then on they are read from any node. May be called from any process; those that wait share one roll of a
+        stream every ``publish_interval_s``. Of another node's references it waits until that node has published them.
+
+        Args:
+            refs: references of steps or segments.
+            timeout_s: how long to wait.
+
+        Raises:
+            ConfigError: the spool has no cold root.
+            NotFoundError: a session is still known nowhere when the time is over.
+            ReleasedError: some of it was deleted.
+            StorageError: it is not there when the time is over; nothing is lost, publish again.
+        """
+        self._publisher().publish(_references(refs), timeout_s)
+
+    async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
+        """`publish`; waiting holds no thread."""
+        await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+
+    def _publisher(self) -> Publisher:
+        if self._feeds.cold is None:
+            raise ConfigError(
+                f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
+            )
+        return Publisher(self._catalog, self._feeds, nudge=self._nudge, trouble=self._trouble)
+
+    def _nudge(self) -> None:
+        if self._keeper is not None:
+            self._keeper.keep_running()
+
+    def _trouble(self) -> str | None:
+        status = None if self.config.root is None else read_status(self.config.root)
+        return None if status is None else status.error or (status.damaged[0] if status.damaged else None)
+
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def sessions(self, where: str | None = None, *, discarded: bool = False) -> Iterator[SessionRow]:
@@ -234,7 +282,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name; raised by the call.
         """
-        self._feeder.catch_up()
+        self._feeds.catch_up(fresh=True)
         if where is not None:
             self._catalog.check_filter(where, "sessions")
         rows = self._catalog.sessions(where)
@@ -250,7 +298,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name, or there is no such view; raised by the call.
         """
-        self._feeder.catch_up()
+        self._feeds.catch_up(fresh=True)
         if where is not None:
             self._catalog.check_filter(where, "segments")
         if view is None:
@@ -260,7 +308,7 @@ class Spool:
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
         session_id = arguments.text("session_id", session_id)
-        self._feeder.catch_up()
+        self._feeds.catch_up(fresh=True)
         return self._catalog.session(session_id)
 
     def final_segments(self, session_id: str) -> list[SegmentRef]:
@@ -362,7 +410,7 @@ class Spool:
             NotFoundError: a field or the spool of a reference is not there.
         """
         single = isinstance(refs, Ref)
-        many = arguments.listed("refs", [refs] if isinstance(refs, Ref) else refs, Ref, _REFERENCES)
+        many = _references(refs)
         tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
         samples = self._readers.read(
             many,
@@ -399,28 +447,28 @@ class Spool:
         """
         if progress is not None and not callable(progress):
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
-        problems = self._feeder.catch_up()
+        problems = self._feeds.catch_up(fresh=True)
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
         return audit.verify(self._readers.store, recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
-        self._feeder.catch_up()
+        self._feeds.catch_up(fresh=True)
         return audit.usage(self._readers.store, self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
-        self._feeder.catch_up()
+        self._feeds.catch_up(fresh=True)
         totals = msgspec.structs.asdict(self._catalog.totals())
         names = self._feeder.stream_names()
-        identity = read_identity(self.config.root)
         return {
-            "root": self.config.root,
+            "root": self.config.root or self.config.url,
+            "spill": self.config.spill,
             "id": self.spool_id,
             "format": FORMAT,
-            "created_at": identity.created if identity is not None else None,
+            "created_at": self._created,
             "n_streams": len(names),
-            "n_live": sum(is_live(self.config.root, name) for name in names),
+            "n_live": sum(is_live(self.config.root or "", name) for name in names),
             **{name: number for name, number in totals.items() if name != "n_streams"},
         }
 
@@ -439,12 +487,54 @@ class Spool:
 
         Where events were lost the catalog is made anew: it may know them still, and others by the wrong number.
         """
-        found = recover(self.config.root, dry_run=dry_run)
+        found = recover(self._hot_root("recovery works on"), dry_run=dry_run)
         if not dry_run:
             if any(stream.damaged_bytes for stream in found):
                 self._feeder.rebuild()
             self.expire_idle()
         return found
+
+    def spill(
+        self, *, until_idle: bool = False, stop: threading.Event | None = None, lock_fd: int | None = None
+    ) -> None:
+        """Be the spiller of the hot root: bring sealed packs to the cold root, evict, recover, collect.
+
+        Args:
+            until_idle: end when nothing needs a spiller; else when ``stop`` is set.
+            stop: ends it.
+            lock_fd: a descriptor that holds the spiller's lock already.
+
+        Raises:
+            LockedError: a spiller works on this root.
+            ConfigError: the spool has no hot root here.
+        """
+        root = self._hot_root("a spiller works on")
+        fd = require_lock(root) if lock_fd is None else lock_fd
+        try:
+            spiller = self._spiller()
+            try:
+                spiller.run(stop or threading.Event(), until_idle=until_idle)
+            finally:
+                spiller.close()
+        finally:
+            os.close(fd)
+
+    def _hot_root(self, what: str) -> str:
+        if self.config.root is None:
+            raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
+        return self.config.root
+
+    def _spiller(self) -> Spiller:
+        assert self._readers.store is not None
+        return Spiller(
+            self.config,
+            self._catalog,
+            self._feeder,
+            self._feeds.cold,
+            self._readers.store,
+            expire=self.expire_idle,
+            collect=lambda: 0,
+        )
 
     # -- the handle itself -------------------------------------------------------------------------------------------
 
@@ -489,3 +579,7 @@ def _one_each(name: str, value: object) -> list[Any]:
 def _arrays(name: str, value: object) -> list[Any]:
     wanted = "a mapping of field names to arrays"
     return [None if item is None else arguments.mapping(name, item, wanted) for item in _one_each(name, value)]
+
+
+def _references(refs: Ref | Sequence[Ref]) -> list[Ref]:
+    return arguments.listed("refs", [refs] if isinstance(refs, Ref) else refs, Ref, _REFERENCES)

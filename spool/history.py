@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spool.catalog import Catalog, Located
+from spool.config import Config
 from spool.errors import NotFoundError, ReleasedError
+from spool.feeds import Feeds
 from spool.formats import messages as message_format
-from spool.logs import LogFeeder
 from spool.model.events import Event, StepCommitted, ToolsStored
 from spool.model.refs import SegmentRef, StepRef
 from spool.rollout.state import SessionState
@@ -19,16 +20,16 @@ class History:
 
     Args:
         spool_id: identity of the spool.
-        url: its root; a hint in references, and for errors.
+        config: where it is; hints in references, and for errors.
         catalog: the index.
-        feeder: feeds it, and reads events with their messages.
+        feeds: feed it, and read events with their messages.
     """
 
-    def __init__(self, spool_id: str, url: str, catalog: Catalog, feeder: LogFeeder) -> None:
+    def __init__(self, spool_id: str, config: Config, catalog: Catalog, feeds: Feeds) -> None:
         self._spool_id = spool_id
-        self._url = url
+        self._url, self._roots = config.url, config.urls
         self._catalog = catalog
-        self._feeder = feeder
+        self._feeds = feeds
 
     def state(self, session_id: str) -> SessionState:
         """Return a session's state.
@@ -38,7 +39,7 @@ class History:
             ReleasedError: it was discarded.
         """
         located = self._located(session_id)
-        state = SessionState.from_events(self._spool_id, [item.event for item in located], roots=(self._url,))
+        state = SessionState.from_events(self._spool_id, [item.event for item in located], roots=self._roots)
         if state.discarded is not None:
             raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
         return state
@@ -49,9 +50,11 @@ class History:
         Raises:
             NotFoundError: it is not.
         """
-        self._feeder.catch_up()
+        self._feeds.catch_up()
         if self._catalog.session(session_id) is None:
-            raise self._unknown(session_id)
+            self._feeds.catch_up(fresh=True)
+            if self._catalog.session(session_id) is None:
+                raise self._unknown(session_id)
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.messages`."""
@@ -64,7 +67,7 @@ class History:
             assert isinstance(event, StepCommitted)
             index = event.parent if event.inherited_messages else None
         messages: list[Any] = []
-        for event in reversed(self._feeder.read_events(path)):
+        for event in reversed(self._feeds.read_events(path)):
             assert isinstance(event, StepCommitted)
             messages[event.inherited_messages :] = message_format.decode_messages(event.messages)
         return messages
@@ -78,7 +81,7 @@ class History:
         place = self._catalog.tools_at(event.tools_key)
         if place is None:
             raise NotFoundError(f"the tool schemas {event.tools_key} of {ref.id} are not recorded", ref=ref.id)
-        stored = self._feeder.read_event(place)
+        stored = self._feeds.read_events([place])[0]
         assert isinstance(stored, ToolsStored)
         return list(message_format.decode_messages(stored.json))
 
@@ -89,8 +92,11 @@ class History:
             yield from self._catalog.attachments(row.session_id)
 
     def _located(self, session_id: str) -> list[Located]:
-        self._feeder.catch_up()
+        self._feeds.catch_up()
         located = self._catalog.session_events(session_id)
+        if not located:
+            self._feeds.catch_up(fresh=True)
+            located = self._catalog.session_events(session_id)
         if not located:
             raise self._unknown(session_id)
         return located

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+from urllib.parse import unquote
 
 import msgspec
 
 from spool.catalog import Catalog
 from spool.config import Config, search_roots
-from spool.errors import InputError, NotFoundError
+from spool.errors import InputError, NotFoundError, SpoolError
+from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
-from spool.logs import LogFeeder
+from spool.logs import markers
+from spool.logs.cold import gone_key
 from spool.model.fields import BUILT_IN
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
+from spool.read.cold import ColdTier
 from spool.read.hot import HotTier
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Sample
 from spool.read.select import Tokens
-from spool.root import read_identity
+from spool.read.tier import Deletion, Tier
+from spool.root import open_cold, read_cold_identity, read_identity
 from spool.stores.hot import HotStore
+from spool.stores.objects import Objects
+
+log = logging.getLogger("spool.read")
 
 
 class Readers:
@@ -29,19 +38,28 @@ class Readers:
         config: of this spool; its bounds hold for each reader.
         spool_id: of this spool.
         catalog: knows arrays that were attached late.
-        feeder: feeds it.
+        feeds: bring it up to date; have the cold root.
 
     Attributes:
-        store: of this spool.
+        store: of this spool's hot root; None where it was opened from its cold one.
     """
 
-    def __init__(self, config: Config, spool_id: str, catalog: Catalog, feeder: LogFeeder) -> None:
+    def __init__(self, config: Config, spool_id: str, catalog: Catalog, feeds: Feeds) -> None:
         self._config = config
         self._spool_id = spool_id
         self._catalog = catalog
-        self._feeder = feeder
-        self.store = self._store_at(config.root)
-        self._readers = {spool_id: self._reader(self.store)}
+        self._feeds = feeds
+        self.store = None if config.root is None else self._store_at(config.root)
+        self._tiers: dict[str, list[Tier]] = {}
+        self._readers: dict[str, Reader] = {}
+        self._looked: set[str] = set()
+        own: list[Tier] = []
+        if self.store is not None:
+            own.append(_hot_tier(self.store))
+        if feeds.cold is not None:
+            own.append(self._cold_tier(feeds.cold.objects))
+        self._looked.update(config.urls)
+        self._add(spool_id, own)
 
     def read(
         self,
@@ -61,6 +79,9 @@ class Readers:
         owners = {ref.spool_id for ref in refs}
         if len(owners) > 1:
             raise InputError(f"one read takes references of one spool, got {sorted(owners)}")
+        for ref in refs:
+            if not self._looked.issuperset(ref.roots):
+                self._look(ref)
         reader = self._of(refs[0]) if refs else self._readers[self._spool_id]
         return reader.read(
             refs, fields=fields, tokens=tokens, layers=layers, dtype=dtype, out=out, missing=missing, verify=verify
@@ -71,6 +92,7 @@ class Readers:
     ) -> list[ByteRange]:
         """See `Spool.locate`."""
         whole = ref if fields is None else self._with_attached(ref, fields)
+        self._look(whole)
         return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers)
 
     def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
@@ -96,7 +118,7 @@ class Readers:
             return ref
         if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self._spool_id:
             return ref
-        self._feeder.catch_up()
+        self._feeds.catch_up()
         target = ref.key
         late: dict[str, tuple[Extent, ...]] = {}
         for attached in self._catalog.attachments(ref.session_id):
@@ -105,25 +127,82 @@ class Readers:
         return msgspec.structs.replace(ref, extents={**ref.extents, **late}) if late else ref
 
     def _of(self, ref: Ref) -> Reader:
-        """Return the reader of the reference's spool: this one, one in ``$SPOOL_ROOTS``, or where its hints say."""
-        reader = self._readers.get(ref.spool_id)
-        if reader is not None:
-            return reader
-        for root in (*search_roots(), *(hint.removeprefix("file://") for hint in ref.roots)):
-            identity = read_identity(root)
-            if identity is not None and identity.id == ref.spool_id:
-                return self._readers.setdefault(ref.spool_id, self._reader(self._store_at(root)))
-        raise NotFoundError(
-            f"the reference is of spool {ref.spool_id}, this is {self._spool_id}; name its root in SPOOL_ROOTS",
-            spool_id=ref.spool_id,
-        )
+        """Return the reader of the reference's spool.
 
-    def _reader(self, store: HotStore) -> Reader:
-        return Reader([HotTier(store)], threads=self._config.threads, reuse_bytes=self._config.reuse_bytes)
+        Raises:
+            NotFoundError: it is neither here, nor in ``$SPOOL_ROOTS``, nor where the reference's hints say.
+        """
+        reader = self._readers.get(ref.spool_id)
+        if reader is None:
+            for root in search_roots():
+                self._look_at(root)
+            reader = self._readers.get(ref.spool_id)
+        if reader is None:
+            raise NotFoundError(
+                f"the reference is of spool {ref.spool_id}, this is {self._spool_id}; name its root in SPOOL_ROOTS",
+                spool_id=ref.spool_id,
+            )
+        return reader
+
+    def _look(self, ref: Ref) -> None:
+        """Add the roots that a reference hints at, where there are such: another node's, another spool's."""
+        for hint in ref.roots:
+            self._look_at(hint)
+
+    def _look_at(self, url: str) -> None:
+        if url in self._looked:
+            return
+        self._looked.add(url)
+        found = self._root_at(url)
+        if found is not None:
+            self._add(found[0], [found[1]])
+
+    def _root_at(self, url: str) -> tuple[str, Tier] | None:
+        """Return the spool of a root and the tier that it is; None where there is none, or it cannot be reached."""
+        path = None if "://" in url and not url.startswith("file://") else unquote(url.removeprefix("file://"))
+        try:
+            if path is not None:
+                identity = read_identity(path)
+                if identity is not None and identity.tier == "hot":
+                    return identity.id, _hot_tier(self._store_at(path))
+                if identity is None:
+                    return None
+            objects = open_cold(self._config, url if path is None else f"file://{path}")
+            identity = read_cold_identity(objects)
+        except SpoolError as error:
+            log.warning("the root %s is passed over: %s", url, error)
+            return None
+        return None if identity is None else (identity.id, self._cold_tier(objects))
+
+    def _add(self, spool_id: str, tiers: list[Tier]) -> None:
+        """Add places to look in for the bytes of a spool; the readers that there are look there too."""
+        known = self._tiers.setdefault(spool_id, [])
+        known += tiers
+        if spool_id not in self._readers:
+            reader = Reader(known, threads=self._config.threads, reuse_bytes=self._config.reuse_bytes)
+            self._readers[spool_id] = reader
 
     def _store_at(self, root: str) -> HotStore:
         config = self._config
         return HotStore(root, page_cache_bytes=config.page_cache_bytes, max_open_files=config.max_open_files)
+
+    def _cold_tier(self, objects: Objects) -> ColdTier:
+        def deletion(stream: str, pack: int) -> Deletion | None:
+            try:
+                gone = markers.parse_gone(objects.get(gone_key(stream, pack)), gone_key(stream, pack))
+            except NotFoundError:
+                return None
+            return Deletion(gone.at, gone.reason)
+
+        return ColdTier(objects, deletion, concurrency=self._config.cold_concurrency)
+
+
+def _hot_tier(store: HotStore) -> HotTier:
+    def deletion(stream: str, pack: int) -> Deletion | None:
+        gone = markers.read_gone(store.root, stream, pack)
+        return None if gone is None else Deletion(gone.at, gone.reason)
+
+    return HotTier(store, deletion)
 
 
 def _carries(ref: Ref, name: str) -> bool:

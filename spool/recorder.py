@@ -11,9 +11,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
 from spool.errors import ConfigError, LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
-from spool.logs import FeedTimer, LogFeeder, Room
+from spool.logs import FeedTimer, Room
 from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import BUILT_IN, Schema
@@ -22,6 +23,7 @@ from spool.record import Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
 from spool.session import Session
+from spool.spiller.keeper import Keeper
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
 
@@ -44,19 +46,22 @@ class Recorder:
         config: Config,
         spool_id: str,
         catalog: Catalog,
-        feeder: LogFeeder,
+        feeds: Feeds,
+        keeper: Keeper | None,
         inline: Callable[[list[SegmentRef], Sequence[str]], list[SegmentRef]],
         *,
         readonly: bool = False,
     ) -> None:
         self.spool_id = spool_id
         self.append_timeout_s = config.append_timeout_s
-        self.roots: tuple[str, ...] = (config.url,)
+        self.roots = config.urls
         self.inline = inline
         self._config = config
         self._readonly = readonly
         self._catalog = catalog
-        self._feeder = feeder
+        self._feeds = feeds
+        self._feeder = feeds.hot
+        self._keeper = keeper
         self._reset()
 
     def _reset(self) -> None:
@@ -82,7 +87,7 @@ class Recorder:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SessionStateError(f"the spool at {self._config.root} was closed; open it again")
+            raise SessionStateError(f"the spool at {self._config.url} was closed; open it again")
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -125,7 +130,11 @@ class Recorder:
                 del self._ended[next(iter(self._ended))]
 
     def _do_upkeep(self) -> None:
-        for writer in list(self._writers.values()):
+        writers = list(self._writers.values())
+        if self._keeper is not None and self._config.spill is not None and writers:
+            self._keeper.keep_running()
+            self._keeper.serve(writers)
+        for writer in writers:
             writer.roll_if_aged()
         for session in list(self._sessions.values()):
             session.expire()
@@ -158,6 +167,9 @@ class Recorder:
         """
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self._stream_names()))
+        if not located and token is not None:  # it may come from another node
+            self._feeds.catch_up(fresh=True)
+            located = self._catalog.session_events(session_id)
         if not located:
             if token is not None:
                 raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
@@ -207,7 +219,7 @@ class Recorder:
 
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
-            if is_live(self._config.root, stream):
+            if self._config.root is not None and is_live(self._config.root, stream):
                 raise LockedError(
                     f"session {session_id!r} is being recorded by another live process (stream {stream}); "
                     "suspend it there and resume it here with the token",
@@ -217,7 +229,7 @@ class Recorder:
     def _message_tails(self, located: Sequence[Located]) -> dict[int, MessageTail]:
         tails: dict[int, MessageTail] = {}
         steps = [item for item in located if isinstance(item.event, StepCommitted)]
-        for event in self._feeder.read_events(steps):
+        for event in self._feeds.read_events(steps):
             assert isinstance(event, StepCommitted)
             parent = tails.get(event.parent) if event.parent is not None else None
             own = message_format.split_messages(event.messages)
@@ -254,9 +266,16 @@ class Recorder:
     def _make_writer(self, schema: Schema) -> StreamWriter:
         self._check_open()
         if self._readonly:
-            raise SessionStateError(f"the spool at {self._config.root} was opened to read only")
+            raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
+        if self._config.root is None:
+            raise SessionStateError(
+                f"the spool was opened from its cold root {self._config.url}: recording needs a hot root in front, "
+                f"file:///nvme/spool?spill={self._config.url}"
+            )
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
+        if self._config.spill is not None:
+            self._upkeep.watch(self._config.publish_interval_s)
         if self._timer is None:
             self._timer = FeedTimer(self._feeder, self._stream_names)
         return create_stream(
@@ -273,12 +292,16 @@ class Recorder:
         return [writer.name for writer in list(self._writers.values())]
 
     def record(self, event: Event) -> None:
-        """Commit an event that brings no payload, in any stream of this process.
+        """Commit an event that brings no payload, in any stream of this process; without a hot root, in a fact file.
 
         Raises:
             CapacityError: there is no room now.
+            StorageError: the cold root cannot be written to.
         """
         self._own()
+        if self._config.root is None and self._feeds.cold is not None and not self._readonly:
+            self._feeds.cold.write_facts([event])
+            return
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
         writer.commit(encode_event(event))
 

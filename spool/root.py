@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import time
-
-from typing import Literal
+from typing import Literal, NamedTuple
+from urllib.parse import quote, unquote
 
 import msgspec
 import xxhash
 from msgspec import Struct
 
+from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, NotFoundError, StorageError
 from spool.stores.local import check_hot_root, map_os_error, read_file, write_atomic
-from spool.stores.objects import Objects
+from spool.stores.objects import Objects, open_objects
 
 FORMAT = 1
 
@@ -35,6 +36,60 @@ class Identity(Struct, frozen=True):
     created: float
     tier: Literal["hot", "cold"] = "hot"
     spill: str | None = None
+
+
+class Place(NamedTuple):
+    """Where a spool was found.
+
+    Attributes:
+        config: as it was opened, completed by what the hot root says of its cold one.
+        identity: of the root that was opened.
+        objects: the cold root; None where there is none.
+    """
+
+    config: Config
+    identity: Identity
+    objects: Objects | None
+
+
+def find(config: Config, *, create: bool) -> Place:
+    """Return the spool at a location, made where there is none if ``create`` says so; a cold root is never made alone.
+
+    A hot root knows its cold one: a process that opens it without ``spill=`` finds evicted packs all the same.
+
+    Raises:
+        NotFoundError: there is no spool.
+        ConfigError: the file system cannot hold a hot root, or hot and cold root do not belong together.
+        StorageError: a root cannot be reached or written.
+    """
+    hot = read_identity(config.root) if config.root is not None else None
+    if hot is not None and hot.tier == "cold":
+        config = msgspec.structs.replace(config, root=None, spill=f"file://{quote(str(config.root))}")
+    elif hot is not None and config.spill is None:
+        config = msgspec.structs.replace(config, spill=hot.spill)
+    objects = None if config.spill is None else open_cold(config, config.spill)
+    if config.root is None:
+        assert objects is not None
+        identity = read_cold_identity(objects)
+    else:
+        identity = make_identity(config.root, objects) if create else hot
+    if identity is None:
+        raise NotFoundError(f"there is no spool at {config.url} (no spool.json)", root=config.root or config.url)
+    return Place(config, identity, objects)
+
+
+def open_cold(config: Config, url: str) -> Objects:
+    """Return the objects of a cold root, with the bounds of ``config``.
+
+    Raises:
+        ConfigError: the URL is malformed, or its client is not installed.
+    """
+    return open_objects(
+        url,
+        concurrency=config.cold_concurrency,
+        deadline_s=config.cold_deadline_s,
+        verify=config.verify_upload,
+    )
 
 
 def read_identity(root: str) -> Identity | None:
@@ -121,7 +176,7 @@ def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
         spool_id = hot.id if hot is not None else xxhash.xxh3_64_hexdigest(cold.url.encode())
         made = Identity(FORMAT, spool_id, time.time(), tier="cold")
         if cold.url.startswith("file://"):
-            return _create(cold.url.removeprefix("file://"), made, hot)
+            return _create(unquote(cold.url.removeprefix("file://")), made, hot)
         cold.put("spool.json", msgspec.json.encode(made))
         known = read_cold_identity(cold) or made
     return _same(known, hot, cold.url)

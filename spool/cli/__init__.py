@@ -12,7 +12,7 @@ import click
 from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
 
-VERBS = ("cat", "demo", "du", "import", "info", "locate", "ls", "rebuild", "recover", "show", "verify")
+VERBS = ("cat", "demo", "du", "import", "info", "locate", "ls", "rebuild", "recover", "show", "spill", "verify")
 
 
 class _Verbs(click.Group):

@@ -20,7 +20,6 @@ from spool.logs import markers
 from spool.model.events import Event
 from spool.stores.objects import Objects
 
-
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
 PAGE = 64
 """Objects that are taken in by one transaction."""

@@ -13,13 +13,15 @@ from typing import Literal
 from msgspec import Struct
 
 from spool.catalog import Catalog, DamagedError, LogItem, LogState, Place
-from spool.errors import IntegrityError, SpoolError
+from spool.errors import IntegrityError, NotFoundError, SpoolError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
+from spool.formats.shard import group_key, parse_group
 from spool.logs import events
+from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
-from spool.stores.local import map_os_error
+from spool.stores.local import map_os_error, read_file
 
 log = logging.getLogger("spool.logs")
 
@@ -74,14 +76,16 @@ class LogFeeder:
         catalog: what is fed.
     """
 
-    def __init__(self, root: str, catalog: Catalog) -> None:
+    def __init__(self, root: str, catalog: Catalog, cold: ColdFeeder | None = None) -> None:
         self._root = root
+        self._cold = cold
         self._catalog = catalog
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._sizes: dict[str, Mapping[str, int]] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -194,6 +198,18 @@ class LogFeeder:
                 # a log was sealed between listing and reading: list again
                 known.changed_ns = None
 
+    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
+        """Return R of each stored array of a stream of this root; None where it is not there."""
+        with self._own():
+            known = self._sizes.get(stream)
+        if known is None:
+            try:
+                data = read_file(f"{self._root}/{group_key(stream)}")
+            except NotFoundError:
+                return None
+            known = self._sizes[stream] = parse_group(data)[1].shard_rows
+        return known
+
     def stream_names(self) -> list[str]:
         """Return the names of the root's streams."""
         with self._own():
@@ -201,6 +217,8 @@ class LogFeeder:
 
     def _stream_names(self) -> list[str]:
         """Return the streams, listed anew where the folder that holds them changed."""
+        if not self._root:
+            return []
         try:
             changed_ns = os.stat(f"{self._root}/streams").st_mtime_ns
         except FileNotFoundError:

@@ -11,7 +11,6 @@ from spool.errors import IntegrityError, NotFoundError
 from spool.formats.manifest import PackEntry
 from spool.stores.local import read_file, write_atomic
 
-
 T = TypeVar("T")
 
 
@@ -70,7 +69,9 @@ def _read(path: str, kind: type[T]) -> T | None:
     except NotFoundError:
         return None
     except msgspec.DecodeError as error:
-        raise IntegrityError(f"{path} is torn: {error}; remove it, and the pack is brought over again", file=path) from error
+        raise IntegrityError(
+            f"{path} is torn: {error}; remove it, and the pack is brought over again", file=path
+        ) from error
 
 
 def parse_gone(data: bytes, where: str) -> Gone:
@@ -82,4 +83,6 @@ def parse_gone(data: bytes, where: str) -> Gone:
     try:
         return msgspec.json.decode(data, type=Gone)
     except msgspec.DecodeError as error:
-        raise IntegrityError(f"{where} is torn: {error}; it says when and why a pack was deleted", file=where) from error
+        raise IntegrityError(
+            f"{where} is torn: {error}; it says when and why a pack was deleted", file=where
+        ) from error

@@ -19,6 +19,7 @@ import numpy as np
 
 from spool.errors import NotFoundError
 from spool.formats import cold
+from spool.formats.cold_arrays import parse_cold_group
 from spool.formats.layers import stored_layers
 from spool.formats.shard import group_key
 from spool.model.fields import numpy_dtype
@@ -29,7 +30,8 @@ from spool.read.sample import ByteRange
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from spool.formats.cold import ChunkSpan, ColdLayout, Index
+    from spool.formats.cold import ChunkSpan, Index
+    from spool.formats.cold_arrays import ColdLayout
     from spool.read.assemble import Array
     from spool.read.fetch import Batch
     from spool.read.select import Run
@@ -138,7 +140,7 @@ class ColdTier:
             data = self.read(group_key(source.stream))
             if data is None:
                 return None
-            known = self._layouts[source.stream] = cold.parse_cold_group(data)[1]
+            known = self._layouts[source.stream] = parse_cold_group(data)[1]
         return known[source.name]
 
     def _index(self, key: str, layout: ColdLayout) -> Index:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Verify = Literal["whole", "always", "never"]
 """What is checked: extents read whole; every extent touched, which are then read whole; none."""
 
+
 class Batch:
     """What one pass over the store brings: pieces, the arrays that take them, and their checksums.
 
@@ -154,8 +155,8 @@ def lost(source: Source, row: int, n: int, tiers: Sequence[Tier]) -> SpoolError:
             return ReleasedError(f"{what} are gone: pack {pack} was deleted at {when}: {deletion.reason}", **where)
     places = [tier.path(source.key(pack)) for tier in tiers]
     return AbsentError(
-        f"{what} were recorded and are not there: {' and '.join(places)} {'is' if len(places) == 1 else 'are'} missing; "
-        "restore the file from a copy, or run `spool verify` to see what else is gone",
+        f"{what} were recorded and are not there: {' and '.join(places)} {'is' if len(places) == 1 else 'are'} "
+        "missing; restore the file from a copy, or run `spool verify` to see what else is gone",
         **where, file=places[0],
     )  # fmt: skip
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from spool.errors import NotFoundError
-from spool.formats.cold import cold_array_metadata, parse_cold_array, parse_cold_group
+from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
-from spool.logs.cold import FACTS, GONE, MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, parse_gone_key
+from spool.logs.cold import GONE, MANIFESTS, fact_key, gone_key, is_fact_stream, parse_gone_key
 from spool.logs.markers import Gone, parse_gone
 from spool.points import reach
 from spool.stores.objects import Objects
@@ -61,9 +61,9 @@ def finish(objects: Objects, *, grace_s: float, mine: Callable[[str], bool]) -> 
             objects.delete([key])
             reach("collect.object")
         reach("collect.objects")
-        for pack, gone in packs.items():
-            objects.put(gone_key(stream, pack), msgspec.json.encode(msgspec.structs.replace(gone, done=True)))
-            yield stream, pack
+        for number, gone in packs.items():
+            objects.put(gone_key(stream, number), msgspec.json.encode(msgspec.structs.replace(gone, done=True)))
+            yield stream, number
 
 
 def _objects_of(objects: Objects, stream: str, packs: Iterable[int], manifests: Iterable[str]) -> Iterator[str]:

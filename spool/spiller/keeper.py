@@ -39,23 +39,21 @@ class Keeper:
         self._pid = os.getpid()
 
     def serve(self, writers: Iterable[StreamWriter]) -> None:
-        """Roll the streams whose open pack someone waits for.
+        """Roll the streams whose open pack someone waits for; the request stays until the pack is in the cold root.
 
         Raises:
             SpoolError: one cannot be rolled; it is tried again.
         """
-        requests = self._catalog.seal_requests()
+        requests = self._catalog.packs.seal_requests()
         now = time.monotonic()
         for writer in writers:
             wanted = requests.get(writer.name)
             if wanted is None:
                 continue
-            if wanted >= writer.position.pack:
-                if now - self._rolled_at.get(writer.name, -self._interval_s) < self._interval_s:
-                    continue
-                self._rolled_at[writer.name] = now
-                writer.roll()
-            self._catalog.serve(writer.name, wanted)
+            if wanted < writer.position.pack or now - self._rolled_at.get(writer.name, 0.0) < self._interval_s:
+                continue
+            self._rolled_at[writer.name] = now
+            writer.roll()
 
     def keep_running(self, *, now: bool = False) -> None:
         """Start a spiller if there is none; looks at most once in `LOOK_S` unless ``now``.

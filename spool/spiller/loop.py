@@ -187,7 +187,7 @@ class Spiller:
                 for pack in packs:
                     self._upload(uploader, stream, [pack])
                 return
-            log.error("pack %d of stream %s stays in the hot root: %s", packs[0], stream, error)  # noqa: TRY400
+            log.error("pack %d of stream %s stays in the hot root: %s", packs[0], stream, error)
             self._damaged[stream, packs[0]] = str(error)
             return
         self._upload_s += time.monotonic() - started
@@ -210,7 +210,7 @@ class Spiller:
     def _make_room(self) -> bool:
         taken, plan = self._taken(), []
         if taken > self._limit(HIGH):
-            plan = eviction_plan(self._catalog, taken, self._limit(LOW))
+            plan = [(row.stream, row.pack) for row in self._catalog.packs.rows("spilled")]
         for stream, pack in plan:
             evict(self._root, self._catalog, stream, pack)
         self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))

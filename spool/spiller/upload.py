@@ -8,14 +8,14 @@ gives the same keys and bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from spool.errors import NotFoundError
-from spool.formats import cold, manifest, records
-from spool.formats.cold import Codec, ColdLayout
+from spool.formats import cold, cold_arrays, manifest, records
+from spool.formats.cold_arrays import Codec, ColdLayout
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_attributes, parse_rows, shard_key
 from spool.logs.cold import manifest_key, records_key
@@ -110,7 +110,7 @@ class Uploader:
             self._objects.put(group_key(name), data)
         known = {pack: read_spilled(self._root, name, pack) for pack in packs_of(folder, ".cold")}
         entries = {pack: entry for pack, entry in known.items() if entry is not None}
-        return Stream(folder, cold.parse_cold_group(data)[1], entries)
+        return Stream(folder, cold_arrays.parse_cold_group(data)[1], entries)
 
     def _group(self, folder: Folder, pack: int) -> bytes:
         codecs: dict[str, Codec] = {}
@@ -122,7 +122,7 @@ class Uploader:
                 with self._store.borrow(_shard_key(folder, spec, pack), 0, sample) as view:
                     codecs[spec.name] = cold.choose_codec(spec, view, layered=layered)
         created = parse_attributes(read_file(f"{folder.path}/zarr.json"))["created"]
-        return cold.cold_group_metadata(
+        return cold_arrays.cold_group_metadata(
             folder.schema, folder.layout, codecs, stream=folder.name, created=float(created)
         )
 
@@ -137,7 +137,7 @@ class Uploader:
                 if entry.rows.get(name)
             ]
             n_rows = sum(valid[-1]) if valid else 0
-            data = cold.cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid)
+            data = cold_arrays.cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid)
             documents.append((f"streams/{stream.folder.name}/{name}/zarr.json", data))
         list(self._threads.map(lambda document: self._objects.put(*document), documents))
 
@@ -148,7 +148,9 @@ class Uploader:
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
-        jobs = [partial(self._send_shard, stream, spec, pack) for spec in folder.schema.arrays]
+        jobs: list[Callable[[], tuple[str, int] | None]] = [
+            partial(self._send_shard, stream, spec, pack) for spec in folder.schema.arrays
+        ]
         jobs.append(partial(self._put, records_key(folder.name, pack), table))
         sizes = dict(filter(None, self._threads.map(lambda job: job(), jobs)))
         rows = {spec.name: self._valid_rows(folder, spec, pack) for spec in folder.schema.arrays}

@@ -22,7 +22,7 @@ from spool.model.events import Attached, Event, StepCommitted, Transaction
 from spool.stores.local import map_os_error, read_file, write_atomic
 from spool.write.folder import NEW, Folder, is_stream_name, lock_folder, open_folder
 from spool.write.log import LogContents, log_path, read_log
-from spool.write.seal import Shortfall, find_payload, seal_pack
+from spool.write.seal import Shortfall, find_payload, packs_of, seal_pack
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
@@ -106,7 +106,7 @@ def _recover(root: str, name: str, *, dry_run: bool) -> Recovered | None:
 
 def _recover_stream(root: str, name: str, *, dry_run: bool) -> Recovered:
     folder, group = open_folder(root, name)
-    logs = {pack: _read_records(folder, pack) for pack in _packs(folder, ".log")}
+    logs = {pack: _read_records(folder, pack) for pack in packs_of(folder, ".log")}
     ends = count_rows(folder, (payload for contents in logs.values() for payload in contents.payloads))
     rows = {pack: {spec.name: ends.get((spec.name, pack), 0) for spec in folder.schema.arrays} for pack in logs}
     shortfalls = tuple(_shortfalls(folder, rows))
@@ -184,7 +184,7 @@ def _rebuild_arrays(folder: Folder, logs: Mapping[int, LogContents], *, dry_run:
     torn = [spec for spec in folder.schema.arrays if not _is_readable(f"{folder.path}/{spec.name}/zarr.json")]
     if not torn:
         return
-    sealed = _packs(folder, ".arrow")
+    sealed = packs_of(folder, ".arrow")
     events = (
         payload for pack in sealed for payload in records.decode(read_file(f"{folder.path}/records/{pack}.arrow"))
     )
@@ -217,8 +217,3 @@ def _sweep(folder: Folder) -> None:
         for name in os.listdir(path):
             if name.startswith(".") and name.endswith(".tmp"):
                 os.unlink(f"{path}/{name}")
-
-
-def _packs(folder: Folder, suffix: str) -> list[int]:
-    names = (name.removesuffix(suffix) for name in os.listdir(f"{folder.path}/records") if name.endswith(suffix))
-    return sorted(int(name) for name in names if name.isdecimal())

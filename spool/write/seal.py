@@ -79,6 +79,12 @@ def find_payload(folder: Folder, spec: ArraySpec, pack: int) -> Payload:
     return Payload(size, max(starts), max(size, max(starts) + _size(path)), path)
 
 
+def packs_of(folder: Folder, suffix: str) -> list[int]:
+    """Return the packs of which there is a file ``records/<n><suffix>``, in order."""
+    names = (name.removesuffix(suffix) for name in os.listdir(f"{folder.path}/records") if name.endswith(suffix))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogContents, *, direct: bool) -> int:
     """Seal a pack whose writer is done with it; return the bytes of its files.
 

@@ -190,6 +190,19 @@ class StreamWriter:
                 self._repair()
                 self._roll_due()
 
+    def roll(self) -> None:
+        """Seal the open pack in the background if it is not empty.
+
+        Raises:
+            SpoolError: as `append`.
+        """
+        with self._fill_lock:
+            if self._over:
+                return
+            self._repair()
+            if self._committer.pack is not None and not self._committer.pack.is_empty:
+                self._roll(background=True)
+
     def flush(self) -> None:
         """Seal the open pack, and return when all packs so far are sealed.
 

@@ -1,0 +1,5 @@
+"""``python -m spool``: the command line."""
+
+from spool.cli import main
+
+main()
