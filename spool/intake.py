@@ -26,6 +26,8 @@ Store = Callable[[NDArray[Any], NDArray[Any]], None]
 
 HASH_ROWS = 4096
 
+_PARENT = (str, int, StepRef, type(None))
+
 
 class Source(Struct, frozen=True):
     """One field's rows as the caller sent them.
@@ -47,7 +49,7 @@ class Source(Struct, frozen=True):
         """Positions that rows were sent for."""
         if self.ends is not None:
             return (Range(self.pieces[0][0], len(self.ends)),)
-        return tuple(Range(position, len(rows)) for position, rows in self.pieces)
+        return tuple([Range(position, len(rows)) for position, rows in self.pieces])
 
     def rows(self, ranges: Sequence[Range]) -> dict[str, Rows]:
         """Return what to write, by stored array, for the positions in ``ranges``, which must have been given."""
@@ -204,7 +206,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         prompt=prompt,
         response=response,
         n_rows=n_rows,
-        sources={name: source for name, source in sources.items() if name in schema and source.given},
+        sources={name: source for name, source in sources.items() if name in schema and source.pieces},
         versions=versions or _chunk_versions(step.routed_experts, (n_prompt, n_tokens, n_rows)),
         units=units,
         n_nonfinite=n_nonfinite,
@@ -221,7 +223,7 @@ def check_plain(step: StepInput, what: str) -> None:
             raise InputError(
                 f"{name} of {what} must be text, got {value!r:.80}; engines' forms go through spool.engines"
             )
-    if isinstance(step.parent, bool) or not isinstance(step.parent, str | int | StepRef | None):
+    if isinstance(step.parent, bool) or not isinstance(step.parent, _PARENT):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
     tools = step.tools
     if tools is not None and (isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Iterable)):

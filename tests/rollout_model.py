@@ -16,6 +16,7 @@ from spool.model.events import SessionOpened, StepCommitted, StepDiscarded, Tran
 from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, Unit, VersionSpan
 from spool.rollout import prefix
+from spool.rollout.coverage import Range
 from spool.rollout.state import SessionState
 
 TOKENS = FieldSpec(name="token_ids", dtype="int32", align="token")
@@ -163,7 +164,7 @@ class Session:
         index = self.next_index
         inherited = {} if above is None else self.steps[above].rows
         lent = {} if donor is None else self.steps[donor].rows
-        rows, stored, dropped = {}, {}, {}
+        rows, stored = {}, {}
         for spec in FIELDS:
             sent = {p: (spec.name, index, p) for p in given.get(spec.name, ())}
             have, more = inherited.get(spec.name, {}), lent.get(spec.name, {})
@@ -184,8 +185,6 @@ class Session:
                 chosen = sent
             rows[spec.name] = chosen
             stored[spec.name] = {p for p, v in chosen.items() if v[1] == index}
-            if spec.align == "forward":
-                dropped[spec.name] = set(sent) - stored[spec.name]
         step = Step(
             index, f"#{index}" if step_id is None else step_id, above, base, tokens, n_prompt, finish,
             index % 3 if response else 0, list(versions or []), rows, transaction,
@@ -199,7 +198,7 @@ class Session:
         self.next_index = index + 1
         if transaction is None:
             self.logged = self.next_index
-        return step, stored, dropped
+        return step, stored
 
     def leaf(self, index, transaction):
         kids = self.children(index)
@@ -364,7 +363,7 @@ class Pair:
             ids(prompt), ids(response), given={name: ranges_of(at) for name, at in sent.items()},
             parent=parent, units=units_of(tokens), step_id=step_id, transaction=transaction,
         )  # fmt: skip
-        step, stored, dropped = self.model.append(
+        step, stored = self.model.append(
             prompt,
             response,
             sent,
@@ -378,7 +377,6 @@ class Pair:
         assert {name: positions_of(ranges) for name, ranges in plan.store.items()} == {
             k: v for k, v in stored.items() if v
         }
-        assert {name: positions_of(r) for name, r in plan.dropped.items()} == {k: v for k, v in dropped.items() if v}
         event = self.event_of(plan, names, finish)
         self.state.commit(event, transaction)
         self.record(event, transaction)
@@ -516,8 +514,8 @@ def units_of(tokens):
 
 
 def ranges_of(positions):
-    """Return (position, n) pairs, one a position, in no useful order."""
-    return tuple((p, 1) for p in sorted(positions, key=lambda p: (p % 3, p)))
+    """Return ranges, one a position, in no useful order."""
+    return tuple(Range(p, 1) for p in sorted(positions, key=lambda p: (p % 3, p)))
 
 
 def positions_of(ranges):

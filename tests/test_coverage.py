@@ -31,7 +31,9 @@ PLAIN = FieldSpec(name="f", dtype="uint8", align="forward")
 RAGGED = FieldSpec(name="f", dtype="uint8", align="forward", ragged=True)
 quick = settings(max_examples=200, deadline=None)
 
-ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=8).map(normalized)
+ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=8).map(
+    lambda pairs: normalized(itertools.starmap(Range, pairs))
+)
 
 
 @st.composite
@@ -110,7 +112,7 @@ def test_ranges(some, taken, start, stop):
 @quick
 @given(pairs=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6))))
 def test_normalized_ranges_are_ascending_and_apart(pairs):
-    merged = normalized(pairs)
+    merged = normalized(itertools.starmap(Range, pairs))
     assert positions(merged) == {p for position, n in pairs for p in range(position, position + n)}
     assert all(a.stop < b.position for a, b in itertools.pairwise(merged))
     assert all(r.n > 0 for r in merged)

@@ -134,11 +134,10 @@ def test_plan_changes_nothing_and_says_what_is_written():
     for _ in range(2):
         plan = pair.state.plan(
             ids([*counting(5), *plain(1, 2, 3)]), ids(plain(4)),
-            given={"routed_experts": [(0, 8)], "token_ids": [(0, 9)], "logprobs": [(8, 1)]},
+            given={"routed_experts": [Range(0, 8)], "token_ids": [Range(0, 9)], "logprobs": [Range(8, 1)]},
         )  # fmt: skip
         assert (plan.index, plan.step_id, plan.parent, plan.base, plan.n_prompt) == (1, "#1", 0, 7, 8)
         assert plan.store == {"routed_experts": (Range(6, 2),), "token_ids": (Range(7, 2),), "logprobs": (Range(8, 1),)}
-        assert plan.dropped == {"routed_experts": (Range(0, 6),)}
         assert (plan.shared, plan.donor, plan.n_shared) == ({}, 0, 7)
     assert pair.state.ref(0) == before
     assert pair.state.next_index == 1
@@ -158,9 +157,8 @@ def test_prefer_last_stores_all_and_shadows_for_its_descendants_only():
 def test_rows_sent_again_fill_gaps_under_first():
     pair = Pair()
     pair.append(counting(5), plain(1), given=[0, 1, 4])
-    plan = pair.state.plan(ids([*counting(5), *plain(1)]), ids(plain(2)), given={"routed_experts": [(0, 6)]})
+    plan = pair.state.plan(ids([*counting(5), *plain(1)]), ids(plain(2)), given={"routed_experts": [Range(0, 6)]})
     assert plan.store["routed_experts"] == (Range(2, 2), Range(5, 1))
-    assert plan.dropped["routed_experts"] == (Range(0, 2), Range(4, 1))
 
 
 def test_trimmed_chains_keep_the_row_of_their_last_token_unless_it_is_sent():
@@ -182,7 +180,7 @@ def test_a_new_chain_shares_whole_blocks_of_any_step():
     for shared in (255, 256, 600, 699, 700, 701, 1023, 1024, 1100):
         plan = pair.state.plan(
             ids([*old[:shared], *plain(1, 2)][: 1101 if shared == 1100 else None]), ids(plain(3)),
-            given={"token_ids": [(0, shared + 2 + (shared < 1100))]},
+            given={"token_ids": [Range(0, shared + 2 + (shared < 1100))]},
         )  # fmt: skip
         expected = {1100: 1100}.get(shared, max(n for n in (0, 256, 512, 700, 768, 1024) if n <= shared))
         assert plan.n_shared == expected
@@ -247,7 +245,7 @@ def test_steps_without_tokens_extend_only_whom_they_name():
     pair.append(plain(1, 2), plain(3))
 
     def message_only(index, parent):
-        plan = state.plan(ids([]), ids([]), given={"score": [(0, 1)]}, parent=parent)
+        plan = state.plan(ids([]), ids([]), given={"score": [Range(0, 1)]}, parent=parent)
         assert (plan.index, plan.parent, plan.base, plan.n_tokens, plan.n_rows) == (index, parent, 0, 0, 0)
         state.commit(pair.event_of(plan, [], None))
 
@@ -257,7 +255,7 @@ def test_steps_without_tokens_extend_only_whom_they_name():
     ref = state.ref(3)
     assert (ref.n_tokens, ref.spans, ref.parent) == (0, (), 2)
     assert set(ref.extents) == {"score"}
-    plan = state.plan(ids(plain(1, 2, 3, 4)), ids(plain(5)), given={"token_ids": [(0, 5)]}, parent=3)
+    plan = state.plan(ids(plain(1, 2, 3, 4)), ids(plain(5)), given={"token_ids": [Range(0, 5)]}, parent=3)
     assert (plan.parent, plan.base) == (3, 3)
     state.commit(pair.event_of(plan, [], None))
     assert pair.store.read(state.ref(4).extents, FIELDS[0]) == {
@@ -272,11 +270,11 @@ def test_what_does_not_fit_is_refused():
     pair.append(plain(1, 2), plain(3), step_id="a")
     state = pair.state
     for refused in (
-        {"given": {"nope": [(0, 1)]}},
-        {"given": {"routed_experts": [(0, 3)]}},
-        {"given": {"logprobs": [(0, 1)]}},
-        {"given": {"score": [(0, 2)]}},
-        {"given": {"token_ids": [(-1, 2)]}},
+        {"given": {"nope": [Range(0, 1)]}},
+        {"given": {"routed_experts": [Range(0, 3)]}},
+        {"given": {"logprobs": [Range(0, 1)]}},
+        {"given": {"score": [Range(0, 2)]}},
+        {"given": {"token_ids": [Range(-1, 2)]}},
         {"given": {}, "units": [Unit("k", 3, 2)]},
         {"given": {}, "units": [Unit("k", 0, 0)]},
         {"given": {}, "units": [Unit("k", 0, 2), Unit("l", 0, 2)]},
@@ -431,7 +429,7 @@ def test_donors_are_never_steps_that_are_gone():
     old = counting(600)
     pair.append(old, plain(1))
     pair.discard(0)
-    plan = pair.state.plan(ids(old), ids(plain(2)), given={"token_ids": [(0, 601)]})
+    plan = pair.state.plan(ids(old), ids(plain(2)), given={"token_ids": [Range(0, 601)]})
     assert (plan.donor, plan.shared, positions_of(plan.store["token_ids"])) == (None, {}, set(range(601)))
 
 
@@ -449,7 +447,10 @@ def chain_of(n, n_each):
         start = time.perf_counter()
         plan = state.plan(
             tokens[: stop - 10], tokens[stop - 10 : stop],
-            given={"token_ids": [(0, stop)], "routed_experts": [(0, stop - 1)], "logprobs": [(stop - 10, 10)]},
+            given={
+                "token_ids": [Range(0, stop)], "routed_experts": [Range(0, stop - 1)],
+                "logprobs": [Range(stop - 10, 10)],
+            },
         )  # fmt: skip
         extents = {
             name: tuple(Extent("st", r.position, r.n, r.position, i) for r in ranges)

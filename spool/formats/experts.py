@@ -28,8 +28,6 @@ from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 
 __all__ = ["Chunk", "Finding", "Piece", "lint", "pieces", "store", "stored_layers", "widen"]
 
-_SAMPLES = 4
-
 
 class Chunk(Struct, frozen=True, eq=False):
     """A part of one call's rows, as a preempted and resumed call returns them.
@@ -234,13 +232,13 @@ def _check_dense(rows: Array, runs: list[tuple[int, int]], position: int, spec: 
 
 
 def _check_zero(rows: Array, runs: list[tuple[int, int]], spec: FieldSpec, what: str) -> None:
-    """Refuse layers that are zero in every row; all rows are looked at only in layers zero in a few of them."""
-    n = sum(end - first for first, end in runs)
+    """Refuse layers that are zero in every row; all rows are looked at only in layers that are zero in the first."""
+    n = sum([end - first for first, end in runs])
     if n < 2:
         return
-    first, end = max(runs, key=lambda run: run[1] - run[0])
-    sample = rows[first : end : max((end - first) // _SAMPLES, 1)]
-    seen = np.logical_or.reduce(sample, axis=(0, 2)).tolist()
+    seen = np.logical_or.reduce(rows[runs[0][0]], axis=1).tolist()
+    if all(seen):
+        return
     layers = [
         absolute_layer(spec, layer, rows.shape[1])
         for part in moe_parts(spec, rows.shape[1])

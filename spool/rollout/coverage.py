@@ -11,7 +11,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from spool.errors import IntegrityError
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _position = attrgetter("position")
 
 
-class Range(NamedTuple):
+class Range(Struct, frozen=True, gc=False, order=True):
     """Positions ``[position, position + n)``."""
 
     position: int
@@ -36,7 +38,7 @@ class Range(NamedTuple):
         return self.position + self.n
 
 
-class Cover(NamedTuple):
+class Cover(Struct, frozen=True):
     """What is stored of one field.
 
     Attributes:
@@ -60,7 +62,8 @@ def cover(spec: FieldSpec, extents: Mapping[str, tuple[Extent, ...]]) -> Cover:
     Raises:
         IntegrityError: they overlap, are not in order, are empty, or a ragged field's are not paired.
     """
-    own, partners = (extents.get(name, ()) for name in _names(spec))
+    first, second = _names(spec)
+    own, partners = extents.get(first, ()), extents.get(second, ())
     if spec.ragged and len(own) != len(partners):
         raise IntegrityError(
             f"field {spec.name!r}: {len(own)} extents of offsets but {len(partners)} of values; they must be pairs",
@@ -176,10 +179,9 @@ def gaps(what: Cover, start: int, stop: int) -> tuple[Range, ...]:
     return subtract_ranges((Range(start, stop - start),), what.ranges) if stop > start else ()
 
 
-def normalized(ranges: Iterable[tuple[int, int]]) -> tuple[Range, ...]:
-    """Return ``(position, n)`` pairs in any order as ascending ranges, overlapping and adjacent ones merged."""
-    found = [Range(position, n) for position, n in sorted(ranges) if n > 0]
-    return tuple(found) if len(found) < 2 else _merged(found)
+def normalized(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return ranges in any order as ascending ones, overlapping and adjacent ones merged, empty ones left out."""
+    return _merged(sorted(each for each in ranges if each.n > 0))
 
 
 def cut_ranges(ranges: tuple[Range, ...], start: int, stop: int) -> tuple[Range, ...]:

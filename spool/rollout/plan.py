@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from spool.errors import InputError
-from spool.model.fields import FieldSpec
+from spool.model.fields import Align, FieldSpec
 from spool.model.refs import Extent, Unit
 from spool.rollout.coverage import (
     EMPTY,
@@ -42,7 +42,6 @@ class AppendPlan(Struct, frozen=True):
         store: by field, the positions to be written, ascending; fields with nothing to write are left out. Positions
             are tokens (token and response fields), rows of the forward, or 0 (step).
         shared: by stored array, existing rows behind the parent's that the step refers to; never in ``store``.
-        dropped: by forward field, given rows that are not written because the same rows are there already.
     """
 
     index: int
@@ -60,7 +59,6 @@ class AppendPlan(Struct, frozen=True):
     n_shared: int
     store: dict[str, tuple[Range, ...]]
     shared: dict[str, tuple[Extent, ...]]
-    dropped: dict[str, tuple[Range, ...]]
 
 
 class Lengths(NamedTuple):
@@ -74,32 +72,37 @@ class Lengths(NamedTuple):
     shared_rows: int
     rows: int
 
+    def limits(self, align: Align) -> tuple[int, int]:
+        """Return the half-open range of positions that rows of a field may have."""
+        match align:
+            case "token":
+                return 0, self.tokens
+            case "response":
+                return self.prompt, self.tokens
+            case "forward":
+                return 0, self.rows
+            case "step":
+                return 0, 1
 
-class FieldPlan(NamedTuple):
-    """`AppendPlan.store`, ``shared`` and ``dropped`` of one field."""
 
-    store: tuple[Range, ...] = ()
-    shared: Cover = EMPTY
-    dropped: tuple[Range, ...] = ()
-
-
-_NOTHING = FieldPlan()
+FieldPlan = tuple[tuple[Range, ...], Cover]
+"""`AppendPlan.store` and ``shared`` of one field."""
 
 
 def plan_fields(
-    fields: Iterable[FieldSpec],
-    given: Mapping[str, Iterable[tuple[int, int]]],
+    fields: Sequence[FieldSpec],
+    given: Mapping[str, Iterable[Range]],
     lengths: Lengths,
     *,
     prefer: str,
     chain: Mapping[str, Cover],
     donor: Mapping[str, Cover],
-) -> dict[str, FieldPlan]:
-    """Decide for every field what is written and what is shared.
+) -> tuple[dict[str, tuple[Range, ...]], dict[str, tuple[Extent, ...]]]:
+    """Return `AppendPlan.store` and ``shared``: what of each field is written, and what is there already.
 
     Args:
         fields: of the session.
-        given: by field, (position, n) of what the caller sent.
+        given: by field, the positions that the caller sent.
         lengths: of the step.
         prefer: ``first`` or ``last``.
         chain: by field, what the parent's chain holds.
@@ -108,45 +111,27 @@ def plan_fields(
     Raises:
         InputError: a field is unknown, or rows were given that the step does not have.
     """
-    plans = {}
-    for spec in fields:
-        sent = normalized(given.get(spec.name, ()))
-        have, lent = chain.get(spec.name, EMPTY), donor.get(spec.name, EMPTY)
-        if not sent and not lent.extents:
-            plans[spec.name] = _NOTHING
-            continue
-        _check_given(spec, sent, lengths)
-        match spec.align:
-            case "token":
-                plans[spec.name] = _plan_tokens(sent, have, lent, lengths)
-            case "forward":
-                plans[spec.name] = _plan_forward(sent, have, lent, lengths, prefer)
-            case _:
-                plans[spec.name] = FieldPlan(sent)
-    if unknown := given.keys() - plans.keys():
-        raise InputError(
-            f"fields {sorted(unknown)} are not among the session's: {sorted(plans)}", fields=sorted(unknown)
-        )
-    return plans
-
-
-def shared_arrays(fields: Iterable[FieldSpec], plans: Mapping[str, FieldPlan]) -> dict[str, tuple[Extent, ...]]:
-    """Return what is shared by stored array's name."""
+    store: dict[str, tuple[Range, ...]] = {}
     shared: dict[str, tuple[Extent, ...]] = {}
     for spec in fields:
-        if plans[spec.name].shared.extents:
-            shared |= arrays(spec, plans[spec.name].shared)
-    return shared
+        name = spec.name
+        sent, have, lent = normalized(given.get(name, ())), chain.get(name, EMPTY), donor.get(name, EMPTY)
+        if sent:
+            _check_given(spec, sent, lengths)
+        if have.extents or lent.extents:
+            sent, there = _plan_field(spec, sent, have, lent, lengths, prefer)
+            shared |= arrays(spec, there)
+        if sent:
+            store[name] = sent
+    if unknown := given.keys() - {spec.name for spec in fields}:
+        known = sorted(spec.name for spec in fields)
+        raise InputError(f"fields {sorted(unknown)} are not among the session's: {known}", fields=sorted(unknown))
+    return store, shared
 
 
 def _check_given(spec: FieldSpec, sent: tuple[Range, ...], lengths: Lengths) -> None:
-    start, stop = {
-        "token": (0, lengths.tokens),
-        "response": (lengths.prompt, lengths.tokens),
-        "forward": (0, lengths.rows),
-        "step": (0, 1),
-    }[spec.align]
-    if sent and (sent[0].position < start or sent[-1].stop > stop):
+    start, stop = lengths.limits(spec.align)
+    if sent[0].position < start or sent[-1].stop > stop:
         raise InputError(
             f"field {spec.name!r} ({spec.align}): rows [{sent[0].position}, {sent[-1].stop}) were given, "
             f"but the step has [{start}, {stop})",
@@ -156,10 +141,22 @@ def _check_given(spec: FieldSpec, sent: tuple[Range, ...], lengths: Lengths) -> 
         )
 
 
+def _plan_field(
+    spec: FieldSpec, sent: tuple[Range, ...], have: Cover, lent: Cover, lengths: Lengths, prefer: str
+) -> FieldPlan:
+    match spec.align:
+        case "token":
+            return _plan_tokens(sent, have, lent, lengths)
+        case "forward":
+            return _plan_forward(sent, have, lent, lengths, prefer)
+        case _:
+            return sent, EMPTY
+
+
 def _plan_tokens(sent: tuple[Range, ...], have: Cover, lent: Cover, lengths: Lengths) -> FieldPlan:
     held = cut_ranges(have.ranges, 0, lengths.base)
     shared = cut(lent, lengths.base, lengths.shared)
-    return FieldPlan(subtract_ranges(subtract_ranges(sent, held), shared.ranges), shared)
+    return subtract_ranges(subtract_ranges(sent, held), shared.ranges), shared
 
 
 def _plan_forward(sent: tuple[Range, ...], have: Cover, lent: Cover, lengths: Lengths, prefer: str) -> FieldPlan:
@@ -172,7 +169,7 @@ def _plan_forward(sent: tuple[Range, ...], have: Cover, lent: Cover, lengths: Le
     held = cut_ranges(have.ranges, 0, lengths.base_rows)
     usable = cut(lent, lengths.base_rows, min(lengths.shared_rows + 1, lengths.rows))
     if prefer == "last":
-        return FieldPlan(sent, subtract(usable, sent))
+        return sent, subtract(usable, sent)
     settled = cut_ranges(usable.ranges, 0, lengths.shared_rows)
     store = subtract_ranges(subtract_ranges(sent, held), settled)
-    return FieldPlan(store, subtract(usable, store), subtract_ranges(sent, store))
+    return store, subtract(usable, store)

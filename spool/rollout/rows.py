@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def row_at(units: Iterable[Unit], token: int) -> int:
     """Return the first row of ``token``; at the number of tokens, the number of rows."""
-    return token + sum(unit.n_rows - 1 for unit in units if unit.position < token)
+    return token + sum([unit.n_rows - 1 for unit in units if unit.position < token])
 
 
 def forward_rows(units: Iterable[Unit], n_tokens: int) -> int:

@@ -25,7 +25,7 @@ from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, Span, StepRef, Unit
 from spool.rollout.chains import ROOT, Chain, Chains
 from spool.rollout.coverage import EMPTY, Range, arrays, cover
-from spool.rollout.plan import AppendPlan, Lengths, plan_fields, shared_arrays
+from spool.rollout.plan import AppendPlan, Lengths, plan_fields
 from spool.rollout.prefix import Digests
 from spool.rollout.rows import check_units, forward_rows, row_at
 from spool.rollout.tree import StepTree
@@ -162,6 +162,7 @@ class SessionState:
             KeyError: there is no such step.
         """
         event = self._tree.events[index]
+        chain = self.chain(index) if event.n_tokens else ROOT
         return StepRef(
             **self.identity,
             step_id=event.step_id,
@@ -173,17 +174,16 @@ class SessionState:
             spans=(Span(index, event.n_prompt, event.n_tokens),) if event.n_tokens > event.n_prompt else (),
             versions=event.versions,
             finish_reason=event.finish_reason,
-            extents=self._step_extents(event),
-            units=self.chain(index).units if event.n_tokens else (),
+            extents=self._step_extents(event, chain),
+            units=chain.units,
             n_nonfinite=event.n_nonfinite,
         )
 
-    def _step_extents(self, event: StepCommitted) -> dict[str, tuple[Extent, ...]]:
-        covers = self.chain(event.index).covers if event.n_tokens else {}
+    def _step_extents(self, event: StepCommitted, chain: Chain) -> dict[str, tuple[Extent, ...]]:
         found: dict[str, tuple[Extent, ...]] = {}
         for spec in self.fields:
             own_only = spec.align in ("response", "step")
-            found |= arrays(spec, cover(spec, event.extents) if own_only else covers.get(spec.name, EMPTY))
+            found |= arrays(spec, cover(spec, event.extents) if own_only else chain.covers.get(spec.name, EMPTY))
         return found
 
     def plan(
@@ -191,7 +191,7 @@ class SessionState:
         prompt: NDArray[np.int32],
         response: NDArray[np.int32],
         *,
-        given: Mapping[str, Iterable[tuple[int, int]]],
+        given: Mapping[str, Iterable[Range]],
         parent: str | int | None = None,
         units: Sequence[Unit] = (),
         step_id: str | None = None,
@@ -202,8 +202,8 @@ class SessionState:
         Args:
             prompt: int32 [p], as the engine got it.
             response: int32 [r].
-            given: by field, (position, n) of what was sent: tokens (token fields), tokens from ``p`` on (response),
-                rows of the forward (forward; sent again or not, overlapping or not), (0, 1) (step).
+            given: by field, positions of what was sent: tokens (token fields), tokens from ``p`` on (response), rows of
+                the forward (forward; sent again or not, overlapping or not), 0 (step).
             parent: id or index of the step to extend; found by the prompt where None.
             units: all multimodal units of prompt and response.
             step_id: the caller's id; ``#`` and the index where None.
@@ -216,8 +216,10 @@ class SessionState:
             InputError: the prompt does not start with the chain of ``parent``, or rows or units do not fit the tokens.
         """
         self.check_open()
-        step_id = self._free_id(transaction) if step_id is None else step_id
-        self._check_free(step_id, transaction)
+        if step_id is None:
+            step_id = self._free_id(transaction)
+        else:
+            self._check_free(step_id, transaction)
         n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
         units = check_units(units, n_tokens)
         digests = Digests(np.concatenate((prompt, response)), units)
@@ -232,7 +234,7 @@ class SessionState:
             shared_rows=forward_rows(units, n_shared),
             rows=forward_rows(units, n_tokens),
         )
-        plans = plan_fields(
+        store, shared = plan_fields(
             self.fields,
             given,
             lengths,
@@ -254,9 +256,8 @@ class SessionState:
             end_hashes=digests.ends(max(n_prompt, n_tokens - self.opened.trim)),
             donor=donor,
             n_shared=n_shared,
-            store={name: plan.store for name, plan in plans.items() if plan.store},
-            shared=shared_arrays(self.fields, plans),
-            dropped={name: plan.dropped for name, plan in plans.items() if plan.dropped},
+            store=store,
+            shared=shared,
         )
 
     def check_open(self) -> None:
@@ -281,9 +282,12 @@ class SessionState:
 
     def _free_id(self, transaction: Hashable | None) -> str:
         """Return an id for the next step that no caller has given."""
-        plain = f"#{self.next_index}"
-        ids = (plain + (f".{n}" if n else "") for n in count())
-        return next(step_id for step_id in ids if self._tree.holder(step_id, transaction) is None)
+        plain = step_id = f"#{self.next_index}"
+        for n in count(1):
+            if self._tree.holder(step_id, transaction) is None:
+                break
+            step_id = f"{plain}.{n}"
+        return step_id
 
     def _check_free(self, step_id: str, transaction: Hashable | None) -> None:
         index = self._tree.holder(step_id, transaction)

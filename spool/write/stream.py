@@ -37,7 +37,7 @@ MAX_LOG_BYTES = 64 << 20
 Durability = Literal["process", "disk"]
 
 
-class Rows(NamedTuple):
+class Rows(Struct, frozen=True):
     """Rows to append to one stored array.
 
     Attributes:
