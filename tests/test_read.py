@@ -718,6 +718,30 @@ def test_workers_share_items_and_stop_at_the_first_error():
     workers.close()
 
 
+def test_only_a_large_read_of_several_ranges_is_shared_with_threads(monkeypatch):
+    store, seen = Memory(), set()
+    spec = FieldSpec(name="big", dtype="uint8", align="token", shape=(1024,))
+    stream = Stream(store.objects, "one", spec, shard_rows=1 << 14)
+    rows = RNG.integers(0, 256, (12_000, 1024), np.uint8)
+    ref = step_ref(12_000, extents={"big": (stream.append("big", rows),)})
+    read_into = store.read_into
+
+    def look(key, offset, buffers):
+        seen.add(threading.get_ident())
+        time.sleep(0.01)
+        read_into(key, offset, buffers)
+
+    monkeypatch.setattr(store, "read_into", look)
+    reader = Reader(store, threads=4)
+    slices = [slice(start, start + 300) for start in range(0, 12_000, 1000)]
+    (sample,) = reader.read([ref], tokens=[slices], fields=["big"])
+    assert np.array_equal(sample["big"], np.concatenate([rows[part] for part in slices]))
+    assert seen == {threading.get_ident()}
+    reader.read([ref], fields=["big"])
+    assert len(seen) > 1
+    reader.close()
+
+
 def in_child(work):
     pid = os.fork()
     if pid == 0:

@@ -229,7 +229,8 @@ class _Call(NamedTuple):
                 )
             return _ragged(ref, name, selection, self.batch)
         target = self.target(selection.view, selection.n, out)
-        fill(target.array, selection.blanks, 0)
+        if selection.blanks:
+            fill(target.array, selection.blanks, 0)
         if selection.gaps:
             fill(target.array, selection.gaps, check_missing(self.missing, target.array.dtype, field=name))
         self.batch.want(selection.view.values, selection.runs, target)

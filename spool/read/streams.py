@@ -58,7 +58,7 @@ class Source:
         """
         pack, first = divmod(extent.row - extent.before, self.shard_rows)
         n_rows = extent.before + extent.n + extent.after
-        if first + n_rows > self.shard_rows or min(extent.before, extent.n, extent.after, pack) < 0:
+        if first + n_rows > self.shard_rows or extent.before < 0 or extent.n < 0 or extent.after < 0 or pack < 0:
             raise IntegrityError(
                 f"{n_rows} rows of {self.name} at row {extent.row - extent.before} of stream {self.stream} would cross "
                 f"a shard of {self.shard_rows} rows; the reference is damaged, take it from the catalog again",
