@@ -102,8 +102,8 @@ def read(plan, data, row, n, layers=None):
     count = len(range(*(layers or slice(None)).indices(plan.n_layers)))
     shape = (n, count, *spec.shape[1:]) if plan.n_layers > 1 else (n, *spec.shape)
     out = np.empty(shape, numpy_dtype(spec.dtype))
-    for span in cold.zstd_spans(plan, index, row, n, layers):
-        cold.place_chunk(plan, span, data[span.start : span.stop], out, row, layers)
+    spans = cold.zstd_spans(plan, index, row, n, layers)
+    cold.place_chunks(plan, ((span, data[span.start : span.stop]) for span in spans), out, row, layers)
     return out
 
 
@@ -330,10 +330,10 @@ def test_damage_names_row_group_and_layer():
     out = np.empty((16, 3, 2), np.uint8)
     for span in spans:
         if span != spans[7]:
-            cold.place_chunk(plan, span, data[span.start : span.stop], out, 0)
+            cold.place_chunks(plan, [(span, data[span.start : span.stop])], out, 0)
             continue
         with pytest.raises(IntegrityError, match="experts: row group 2, layer 1") as caught:
-            cold.place_chunk(plan, span, data[span.start : span.stop], out, 0)
+            cold.place_chunks(plan, [(span, data[span.start : span.stop])], out, 0)
         assert caught.value.details["field"] == "experts"
 
 

@@ -8,6 +8,7 @@ layers of a group are neighbours, so that all of them are one range and a slice 
 
 from __future__ import annotations
 
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,7 +23,7 @@ from spool.formats.shard import MISSING
 from spool.model.fields import MAX_CHUNK_BYTES, MAX_CHUNK_ROWS, ROUTED_EXPERTS, ArraySpec, Layout, numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Buffer: TypeAlias = Any
 """Bytes in memory: anything with the buffer protocol, C-contiguous."""
@@ -35,6 +36,7 @@ SAMPLE_BYTES = 16 << 20
 
 _BLOCK_BYTES = 256 << 10
 _MIN_SAMPLE_BYTES = 64 << 10
+_CRC = struct.Struct("<I")
 _compressor = pa.Codec("zstd", compression_level=ZSTD_LEVEL)
 
 
@@ -45,6 +47,9 @@ class ChunkSpan(NamedTuple):
     stop: int
     group: int
     layer: int
+
+    def __str__(self) -> str:
+        return f"row group {self.group}, layer {self.layer}"
 
 
 def choose_codec(spec: ArraySpec, rows: Buffer, *, layered: bool) -> Codec:
@@ -78,7 +83,7 @@ def choose_codec(spec: ArraySpec, rows: Buffer, *, layered: bool) -> Codec:
 def encode_shard(layout: ColdLayout, rows: Buffer, *, workers: int = 1, into: Buffer | None = None) -> memoryview:
     """Return a cold shard as the bytes of its object.
 
-    Bytes are copied once where the codec is ``raw``; else once into the order of layers, and once compressed.
+    Bytes are copied once; where they are compressed, before that into the order of layers and after it to their place.
 
     Args:
         layout: of the array.
@@ -103,7 +108,7 @@ def encode_shard(layout: ColdLayout, rows: Buffer, *, workers: int = 1, into: Bu
 
 
 def _index(layout: ColdLayout, sizes: npt.NDArray[np.uint64]) -> Bytes:
-    """Return the index of chunks of ``sizes``, one behind the other."""
+    # of chunks one behind the other
     index = np.full((layout.n_groups * layout.n_layers, 2), MISSING, "<u8")
     index[: len(sizes), 1] = sizes
     index[: len(sizes), 0] = layout.index_bytes + np.cumsum(sizes) - sizes
@@ -132,11 +137,12 @@ def _fill_raw(layout: ColdLayout, data: Bytes, out: Bytes, _: int) -> npt.NDArra
 
 def _fill_zstd(layout: ColdLayout, data: Bytes, out: Bytes, workers: int) -> npt.NDArray[np.uint64]:
     """Write compressed chunks and their checksums, while the next ones are compressed."""
-    sizes, end = [], 0
+    sizes, end, target = [], 0, out.data
     for chunk in _compressed(layout, data, workers):
-        sizes.append(len(chunk) + CRC_BYTES)
-        out[end : end + len(chunk)] = np.frombuffer(chunk, np.uint8)
-        out[end + len(chunk) : end + sizes[-1]] = np.frombuffer(_crc(chunk), np.uint8)
+        view = memoryview(chunk).cast("B")
+        target[end : end + len(view)] = view
+        _CRC.pack_into(target, end + len(view), crc32c(view))
+        sizes.append(len(view) + CRC_BYTES)
         end += sizes[-1]
     return np.array(sizes, np.uint64)
 
@@ -175,14 +181,12 @@ def raw_span(layout: ColdLayout, row: int, n: int, *, verify: bool = False) -> t
 
     With ``verify`` they are widened to whole chunks and their checksums. Without rows ``start`` is ``stop``.
     """
-    if n == 0:
-        return layout.index_bytes, layout.index_bytes
-    if verify:
-        first, last = row // layout.chunk_rows, (row + n - 1) // layout.chunk_rows
-        stride = layout.chunk_bytes + CRC_BYTES
-        return layout.index_bytes + first * stride, layout.index_bytes + (last + 1) * stride
     pieces = raw_pieces(layout, row, n)
-    return pieces[0][0], pieces[-1][1]
+    if not pieces or not verify:
+        return (pieces[0][0], pieces[-1][1]) if pieces else (layout.index_bytes, layout.index_bytes)
+    stride = layout.chunk_bytes + CRC_BYTES
+    start = layout.index_bytes + row // layout.chunk_rows * stride
+    return start, start + len(pieces) * stride
 
 
 def raw_pieces(layout: ColdLayout, row: int, n: int) -> list[tuple[int, int]]:
@@ -219,7 +223,7 @@ def raw_rows(layout: ColdLayout, data: Buffer, row: int, n: int, *, verify: bool
     if verify:
         stride = layout.chunk_bytes + CRC_BYTES
         for number, at in enumerate(range(0, len(view), stride), row // layout.chunk_rows):
-            decode_chunk(layout, view[at : at + stride], where=f"row group {number}")
+            _decode(layout, view[at : at + stride], f"row group {number}")
     pieces = [view[low - start : high - start] for low, high in raw_pieces(layout, row, n)]
     return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
@@ -261,7 +265,7 @@ def zstd_spans(layout: ColdLayout, index: Index, row: int, n: int, layers: slice
     """
     if n == 0:
         return []
-    low, high, _ = (layers or slice(None)).indices(layout.n_layers)
+    low, high = _bounds(layout, layers)
     first, last = row // layout.chunk_rows, (row + n - 1) // layout.chunk_rows
     part = index[first : last + 1, low:high]
     if len(part) != last + 1 - first or (part[..., 0] == MISSING).any():
@@ -279,11 +283,46 @@ def decode_chunk(layout: ColdLayout, data: Buffer, *, where: str = "a chunk") ->
     Args:
         layout: of the array.
         data: the bytes of its span, crc32c included.
-        where: names it in errors, as ``"row group 3, layer 5"``.
+        where: names it in errors, as ``"row group 3"``.
 
     Raises:
         IntegrityError: its checksum does not fit, or it does not decompress to a chunk.
     """
+    return np.frombuffer(_decode(layout, data, where), numpy_dtype(layout.spec.dtype)).reshape(layout.chunk_shape)
+
+
+def place_chunks(
+    layout: ColdLayout,
+    chunks: Iterable[tuple[ChunkSpan, Buffer]],
+    out: npt.NDArray[Any],
+    row: int,
+    layers: slice | None = None,
+) -> None:
+    """Decode chunks and copy their rows to where they stand in ``out``; threads may share it, each with its chunks.
+
+    Args:
+        layout: of the array.
+        chunks: of the spans that `zstd_spans` returned, with their bytes.
+        out: ``[n, layers, ...]`` or ``[n, *shape]`` in the stored dtype, C-contiguous: rows ``[row, row + n)``.
+        row: as given to `zstd_spans`.
+        layers: as given to `zstd_spans`.
+
+    Raises:
+        IntegrityError: a chunk is damaged; names row group and layer. What is in ``out`` then is not to be used.
+    """
+    assert out.flags.c_contiguous
+    lowest, highest = _bounds(layout, layers)
+    item, n = np.dtype(f"V{layout.layer_bytes}"), len(out)
+    into = out.reshape(-1).view(item).reshape(n, highest - lowest)
+    for span, data in chunks:
+        rows = np.frombuffer(_decode(layout, data, span), item)
+        skipped = span.group * layout.chunk_rows - row
+        low, high = max(skipped, 0), min(skipped + layout.chunk_rows, n)
+        into[low:high, span.layer - lowest] = rows[low - skipped : high - skipped]
+
+
+def _decode(layout: ColdLayout, data: Buffer, where: str | ChunkSpan) -> Buffer:
+    """Return the bytes of a chunk, checked."""
     view = memoryview(data).cast("B")
     body = view[:-CRC_BYTES]
     if _crc(body) != view[-CRC_BYTES:]:
@@ -294,32 +333,7 @@ def decode_chunk(layout: ColdLayout, data: Buffer, *, where: str = "a chunk") ->
         raise _damaged(layout, f"{where} does not decompress: {error}") from error
     if len(plain) != layout.chunk_bytes:
         raise _damaged(layout, f"{where} has {len(plain)} bytes for {layout.chunk_bytes}")
-    return np.frombuffer(plain, numpy_dtype(layout.spec.dtype)).reshape(layout.chunk_shape)
-
-
-def place_chunk(
-    layout: ColdLayout, span: ChunkSpan, data: Buffer, out: npt.NDArray[Any], row: int, layers: slice | None = None
-) -> None:
-    """Decode a chunk and copy its rows to where they stand in ``out``.
-
-    Args:
-        layout: of the array.
-        span: one of those that `zstd_spans` returned.
-        data: its bytes.
-        out: ``[n, layers, ...]`` or ``[n, *shape]`` in the stored dtype, C-contiguous: rows ``[row, row + n)``.
-        row: as given to `zstd_spans`.
-        layers: as given to `zstd_spans`.
-
-    Raises:
-        IntegrityError: the chunk is damaged; names row group and layer.
-    """
-    chunk = decode_chunk(layout, data, where=f"row group {span.group}, layer {span.layer}")
-    first, item = span.group * layout.chunk_rows, np.dtype(f"V{layout.layer_bytes}")
-    low, high = max(first, row), min(first + layout.chunk_rows, row + len(out))
-    lowest, highest, _ = (layers or slice(None)).indices(layout.n_layers)
-    assert out.flags.c_contiguous
-    into = out.reshape(-1).view(item).reshape(len(out), highest - lowest)
-    into[low - row : high - row, span.layer - lowest] = chunk.reshape(-1).view(item)[low - first : high - first]
+    return plain
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
@@ -332,8 +346,12 @@ def _as_bytes(data: Buffer) -> Bytes:
     return np.asarray(memoryview(data).cast("B"))
 
 
+def _bounds(layout: ColdLayout, layers: slice | None) -> tuple[int, int]:
+    return (layers or slice(None)).indices(layout.n_layers)[:2]
+
+
 def _crc(data: Buffer) -> bytes:
-    return crc32c(data).to_bytes(CRC_BYTES, "little")
+    return _CRC.pack(crc32c(data))
 
 
 def _damaged(layout: ColdLayout, why: str) -> IntegrityError:

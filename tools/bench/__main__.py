@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tools.bench import reads, scale, writes
+from tools.bench import cold, reads, scale, writes
 from tools.bench.harness import Row
 from tools.bench.peers import TransferQueue
 
@@ -26,11 +26,12 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the table there")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--root", help="a folder on the disk to measure; a temporary one where left out")
+    parser.add_argument("--routing", metavar="DIR", help="recorded routing, MODEL/*.npz; synthetic alone if left out")
     options = parser.parse_args()
     root = tempfile.mkdtemp(prefix="spool-bench-", dir=options.root)
     rows: list[Row] = []
     try:
-        for row in _rows(root, quick=options.quick, only=options.only):
+        for row in _rows(root, quick=options.quick, only=options.only, routing=options.routing):
             rows.append(row)
             print(_line(row), flush=True)
     finally:
@@ -41,13 +42,15 @@ def main() -> int:
     return 0 if all(row.holds for row in rows) else 1
 
 
-def _rows(root: str, *, quick: bool, only: list[str] | None) -> Iterator[Row]:
+def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None) -> Iterator[Row]:
     runs = 5 if quick else 9
     parts: dict[str, Part] = {
         "memory": lambda folder: writes.memory(folder, n_bytes=GIB if quick else 10 * GIB),
         "disk": lambda folder: writes.against_disk(folder, runs=runs, n_bytes=(GIB // 4) if quick else GIB),
         "slices": lambda folder: reads.slices(folder, runs=runs),
         "cp": reads.amplification,
+        "cold-size": lambda _: cold.stored_size(routing),
+        "cold-encode": lambda _: cold.encoding(runs=runs),
         "scale": lambda folder: scale.lookups(folder, runs=runs, n_steps=50_000 if quick else 1_000_000),
     }
     for name, part in parts.items():
