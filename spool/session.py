@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 
 from spool.arguments import names, refused
-from spool.errors import InputError, SessionStateError, SpoolError, StepConflictError
+from spool.errors import InputError, NotFoundError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_plain, check_ragged, content_key, json_facts, take
@@ -214,6 +214,12 @@ class Session:
         key = content_key(intake.tools)
         return None if (stream, key) in self._host.known_tools else ToolsStored(key, intake.tools)
 
+    def _check_inline(self, inline: Sequence[str]) -> None:
+        known = sorted(spec.name for spec in self._record.opened.fields)
+        for name in inline:
+            if name not in known:
+                raise NotFoundError(f"inline names {name!r}, but this session has {', '.join(known)}", field=name)
+
     def _check_declared(self, step: StepInput, what: str) -> None:
         declared = {spec.name for spec in self._record.opened.fields}
         if step.routed_experts is not None and "routed_experts" not in declared:
@@ -259,6 +265,7 @@ class Session:
                 reference says what was cut.
 
         Raises:
+            NotFoundError: ``inline`` names a field that the session does not have; it is not finalised.
             SessionStateError: it is discarded, suspended, or finalised in another way.
             CapacityError: no room within ``append_timeout_s``.
         """
@@ -281,6 +288,7 @@ class Session:
             if final is None:
                 self._open_state()
                 self._check_no_transaction("finalised")
+                self._check_inline(inline)
                 made = segments(state, view, outcome=outcome, **options)
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():

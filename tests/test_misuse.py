@@ -418,3 +418,104 @@ def test_every_public_verb_is_swept():
               "suspend", "transaction"}  # fmt: skip
     left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without
     assert left == {f"Session.{name}" for name in inside}
+
+
+def test_a_filter_with_a_name_that_nothing_has_is_refused(sp):
+    add(sp.session("s"))
+    (ref,) = sp.session("s").finalize()
+    verbs = (sp.sessions, sp.segments, lambda where: sp.segments(where, view="timeline"))
+    for verb in verbs:
+        with pytest.raises(InputError, match="did you mean reward") as caught:
+            verb("rewrd > 0.5")
+        assert "n_tokens" in str(caught.value) and "late facts here: none" in str(caught.value)
+        with pytest.raises(InputError, match="at character 14: 'judge' is no column"):
+            verb("reward > 0 or judge = 'rm'")
+    sp.annotate("s", judge="rm")
+    sp.annotate("s", segment=ref, teacher=1)
+    for verb in verbs:
+        assert len(list(verb("judge = 'rm'"))) == 1
+        assert list(verb("judge != 'rm' or teacher = 2")) == []
+        with pytest.raises(InputError, match=r"did you mean judge.*(?s:.)*late facts here: judge, teacher"):
+            verb("jugde = 'rm'")
+
+
+def test_columns_of_the_others_are_named_unless_a_fact_has_that_name(sp):
+    add(sp.session("s"))
+    sp.session("s").finalize()
+    for view in (None, "timeline"):
+        with pytest.raises(InputError, match="'state' is a column of sessions"):
+            sp.segments("state = 'final'", view)
+    with pytest.raises(InputError, match="'superseded' is a column of segments"):
+        sp.sessions("superseded")
+    assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
+    sp.annotate("s", state="good")
+    for view in (None, "timeline"):
+        assert len(list(sp.segments("state = 'good'", view))) == 1
+    assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
+
+
+def test_derived_segments_are_filtered_by_facts_that_only_other_pages_have(sp, monkeypatch):
+    monkeypatch.setattr("spool.derived.PAGE", 1)
+    for session_id in ("a", "b"):
+        add(sp.session(session_id))
+        sp.session(session_id).finalize()
+    sp.annotate("b", judge="rm")
+    assert [ref.session_id for ref in sp.segments("judge = 'rm'", view="timeline")] == ["b"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_json_has_not_are_null_in_it(sp, number):
+    import json
+    import pickle
+
+    add(sp.session("s"))
+    sp.session("s").finalize()
+    sp.annotate("s", reward=number, kl=number)
+    (ref,) = sp.final_segments("s")
+    text = ref.to_json()
+    assert "reward" in json.loads(text, parse_constant=pytest.fail) and '"kl":null' in text
+    read = spool.ref_from_json(text)
+    assert (read.reward, read.facts) == (None, {"kl": None})
+    assert repr(pickle.loads(pickle.dumps(ref)).reward) == repr(number)
+
+
+def test_a_refused_inline_leaves_the_session_open(sp):
+    session = sp.session("s")
+    add(session)
+    for inline, error in ((5, InputError), ("token_ids", InputError), ([None], InputError), (["nope"], NotFoundError)):
+        with pytest.raises(error, match="inline"):
+            session.finalize(inline=inline)
+    assert sp.find_session("s").state == "open"
+    assert session.finalize(inline=("token_ids",))[0].inline.keys() == {"token_ids"}
+
+
+def test_segments_of_another_spool_are_not_released_here(sp, tmp_path):
+    with spool.open(tmp_path / "other") as other:
+        add(other.session("s"))
+        refs = other.session("s").finalize()
+        with pytest.raises(InputError, match="release it there"):
+            sp.release(refs)
+        other.release(refs, tag="a")
+        other.release(ref for ref in refs)
+        with pytest.raises(InputError, match=r"refs\[0\] must be segments"):
+            other.release(other.steps("s"))
+
+
+def test_a_reference_to_a_step_that_is_not_there_has_no_messages(sp):
+    import msgspec
+
+    step = add(sp.session("s"), messages=[{"role": "user", "content": "hi"}])
+    assert len(sp.messages(step)) == 1
+    for call in (sp.messages, sp.tools):
+        with pytest.raises(NotFoundError, match="no step 7"):
+            call(msgspec.structs.replace(step, index=7))
+
+
+@pytest.mark.parametrize("slices", [slice("a", 2), slice(0, 1.5), [slice(0, 2), 5], 5, "ab", {}, slice(0, 2, 2)])
+def test_slices_are_slices_of_integers(sp, slices):
+    step = add(sp.session("s"))
+    with pytest.raises(InputError, match=r"slices|integers"):
+        sp.read(step, tokens=slices)
+    if isinstance(slices, slice):
+        with pytest.raises(InputError, match="layers"):
+            sp.read(step, layers=slices)
