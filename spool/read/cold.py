@@ -127,10 +127,12 @@ class ColdTier:
         found = self.objects.get_ranges([(key, run[0].start, run[-1].stop) for run in runs])
         shape = layout.spec.shape if layers is None else (layers.stop - layers.start, *layout.spec.shape[1:])
         rows = np.empty((n, *shape), numpy_dtype(layout.spec.dtype))
-        for run, data in zip(runs, found, strict=True):
-            view, start = memoryview(data), run[0].start
-            for span in run:
-                cold.place_chunk(layout, span, view[span.start - start : span.stop - start], rows, row, layers)
+        chunks = (
+            (span, memoryview(data)[span.start - run[0].start : span.stop - run[0].start])
+            for run, data in zip(runs, found, strict=True)
+            for span in run
+        )
+        cold.place_chunks(layout, chunks, rows, row, layers)
         return rows
 
     def _layout(self, source: Source) -> ColdLayout | None:
