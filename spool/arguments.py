@@ -12,16 +12,18 @@ T = TypeVar("T")
 MAX_TEXT_BYTES = 1024
 
 
-def refused(name: str, wanted: str, got: object) -> InputError:
+def refused(name: str, wanted: str, got: object, *, entry: int | None = None) -> InputError:
     """Return the error for an argument of the wrong type or value.
 
     Args:
         name: the argument, as the caller writes it.
         wanted: what to pass instead.
         got: what came.
+        entry: where in a list it stands.
     """
     shown = "None" if got is None else f"{type(got).__name__} {got!r:.80}"
-    return InputError(f"{name} must be {wanted}, got {shown}", argument=name, got=f"{got!r:.80}")
+    came = f", got {shown}" if entry is None else f"; entry {entry} is {shown}"
+    return InputError(f"{name} must be {wanted}{came}", argument=name, got=f"{got!r:.80}")
 
 
 def instance(name: str, value: object, kind: type[T] | tuple[type[T], ...], wanted: str) -> T:
@@ -43,7 +45,11 @@ def listed(name: str, value: Any, kind: type[T] | tuple[type[T], ...], wanted: s
     """
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise refused(name, wanted, value)
-    return [instance(f"{name}[{i}]", item, kind, wanted) for i, item in enumerate(value)]
+    found = list(value)
+    for i, item in enumerate(found):
+        if not isinstance(item, kind):
+            raise refused(name, wanted, item, entry=i)
+    return found
 
 
 def names(name: str, value: object) -> list[str]:

@@ -50,7 +50,7 @@ def opening(
         source=optional(label, "source", source),
         prompt_id=optional(label, "prompt_id", prompt_id),
         split=optional(label, "split", split),
-        attempt=integer("attempt", attempt),
+        attempt=optional(integer, "attempt", attempt) or 0,
         prefer=prefer,
         trim=trim,
         idle_s=idle_s,

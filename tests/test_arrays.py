@@ -179,7 +179,7 @@ def test_none_is_refused_with_its_index(value, index):
         torch.empty(3, device="meta"),
         [[0] * 8] * 5000 + [[0] * 7],
     ],
-    ids=str,
+    ids=lambda value: "object" if type(value) is object else str(value),
 )
 def test_what_is_no_numeric_array_is_refused(value):
     with pytest.raises(PayloadError, match="x of step 1"):

@@ -497,7 +497,7 @@ def test_segments_of_another_spool_are_not_released_here(sp, tmp_path):
             sp.release(refs)
         other.release(refs, tag="a")
         other.release(ref for ref in refs)
-        with pytest.raises(InputError, match=r"refs\[0\] must be segments"):
+        with pytest.raises(InputError, match=r"refs must be segments.*entry 0 is StepRef"):
             other.release(other.steps("s"))
 
 
