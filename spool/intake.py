@@ -289,10 +289,12 @@ def _is_chunks(payload: Any) -> bool:
     return isinstance(payload, list | tuple) and bool(payload) and all(isinstance(p, experts.Chunk) for p in payload)
 
 
-def _disjoint(pieces: Iterable[tuple[int, NDArray[Any]]], prefer: str) -> tuple[tuple[int, NDArray[Any]], ...]:
+def _disjoint(pieces: Sequence[tuple[int, NDArray[Any]]], prefer: str) -> tuple[tuple[int, NDArray[Any]], ...]:
     """Return the pieces ascending; where chunks of one call overlap, the preferred one stays whole."""
+    if len(pieces) < 2:
+        return tuple(pieces)
     kept: list[tuple[int, NDArray[Any]]] = []
-    for position, rows in list(pieces)[:: 1 if prefer == "first" else -1]:
+    for position, rows in pieces[:: 1 if prefer == "first" else -1]:
         holes = [(position, position + len(rows))]
         for other, taken in kept:
             holes = [
@@ -347,6 +349,8 @@ def _units(units: Sequence[Any], n_prompt: int, what: str) -> tuple[Unit, ...]:
         named = [Unit(str(key), int(at), int(n)) for key, at, n in units]
     except (TypeError, ValueError) as error:
         raise InputError(f"units of {what} must be (key, position, n_rows) each, got {units!r}") from error
+    if not named:
+        return ()
     placed = tuple(sorted(named, key=lambda unit: unit.position))
     for unit in placed:
         if not 0 <= unit.position < n_prompt or unit.n_rows < 1 or not unit.key:

@@ -113,7 +113,9 @@ class Session:
             SessionStateError: the session is finalised, discarded or suspended.
             CapacityError: no room within ``append_timeout_s``.
         """
-        step = StepInput(**{name: value for name, value in locals().items() if name != "self"})
+        arguments = locals()
+        del arguments["self"]
+        step = StepInput(**arguments)
         return self._with_room(lambda: self._append(step))
 
     async def append_async(self, **arguments: Any) -> StepRef:

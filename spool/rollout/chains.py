@@ -76,15 +76,15 @@ class Chains:
             own, held = cover(spec, event.extents), chain.covers.get(spec.name, EMPTY)
             if spec.align == "step":
                 own = moved(own, self._tree.depth(step))
-            elif event.n_tokens:
+            elif held.extents and event.n_tokens:
                 held = cut(held, 0, forward_rows(chain.units, event.base) if spec.align == "forward" else event.base)
             if own.extents or held.extents:
                 covers[spec.name] = overlay(held, own)
         if not event.n_tokens:
             return chain._replace(covers=covers)
-        units = (unit for unit in chain.units if unit.position < event.base)
-        own_units = (unit for unit in event.units if unit.position >= event.base)
-        return Chain(covers, (*units, *own_units), event.n_tokens, event.n_rows)
+        units = [unit for unit in chain.units if unit.position < event.base]
+        units += [unit for unit in event.units if unit.position >= event.base]
+        return Chain(covers, tuple(units), event.n_tokens, event.n_rows)
 
     def forget(self, indexes: Iterable[int]) -> None:
         """Let go of the chains of steps that are gone; their indexes may be used again."""

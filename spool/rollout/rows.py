@@ -46,6 +46,8 @@ def check_units(units: Sequence[Unit], n_tokens: int) -> tuple[Unit, ...]:
     Raises:
         InputError: two units share a token, a unit lies outside the tokens or expands to no row.
     """
+    if not units:
+        return ()
     ordered = tuple(sorted(units, key=lambda unit: unit.position))
     for unit in ordered:
         if not 0 <= unit.position < n_tokens:

@@ -310,9 +310,10 @@ class SessionState:
         Raises:
             IntegrityError: the step does not fit what is there; nothing was changed.
         """
-        if foreign := event.extents.keys() - self._arrays:
+        if not self._arrays.issuperset(event.extents):
+            foreign = sorted(event.extents.keys() - self._arrays)
             raise IntegrityError(
-                f"session {self.session_id!r}: step {event.step_id!r} has rows of {sorted(foreign)}, which are "
+                f"session {self.session_id!r}: step {event.step_id!r} has rows of {foreign}, which are "
                 "no arrays of the session's fields",
                 session=self.session_id,
                 step=event.step_id,
