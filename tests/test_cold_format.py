@@ -471,13 +471,17 @@ def test_few_rows_say_nothing_about_the_codec():
 
 
 def test_the_sample_is_spread_over_the_rows(monkeypatch):
+    tried = []
+    compress = cold._compress
     monkeypatch.setattr(cold, "SAMPLE_BYTES", 1 << 18)
+    monkeypatch.setattr(cold, "_compress", lambda *args: tried.append(args[2]) or compress(*args))
     spec = ArraySpec(name="mask", dtype="uint8")
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
     half = noise.copy()
     half[: 1 << 18] = 0
     assert cold.choose_codec(spec, half, layered=False) == "raw"
+    assert tried == list(range(0, 256, 4))
     half[: 7 << 17] = 0
     assert cold.choose_codec(spec, half, layered=False) == "zstd"
 

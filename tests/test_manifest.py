@@ -140,7 +140,12 @@ def test_a_session_id_that_looks_like_the_checksum_does_no_harm():
     odd = ["\x18\x0cspool:crc32c\x18\x0800000000", "\x18\x0cspool:crc32c\x18\x08ffffffff"]
     payloads = [encode_event(SessionDiscarded(name, 1.0)) for name in odd]
     packs = [(entry(odd[0], n=2), payloads)]
-    assert manifest.decode(manifest.encode(packs)) == packs
+    data = manifest.encode(packs)
+    assert manifest.decode(data) == packs
+    facts = pq.read_metadata(pa.BufferReader(data))
+    assert facts.metadata[b"spool:crc32c"] != b"00000000"
+    sessions = facts.row_group(0).column(table_of(data).column_names.index("session_id")).statistics
+    assert (sessions.min, sessions.max) == tuple(odd)
 
 
 def test_fact_files_are_the_same_table_without_packs():
