@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from spool.catalog import query, schema, snapshot
+from spool.catalog import forget, query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.history import session_events
-from spool.catalog.ingest import Ingest, prepare
+from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
+from spool.catalog.packs import Packs
 from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
-from spool.catalog.schema import DamagedError
+from spool.catalog.schema import GONE, DamagedError
+from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
 from spool.errors import StorageError
 from spool.model.events import Attached
 from spool.model.refs import SegmentRef
@@ -26,11 +28,14 @@ class Catalog:
 
     Attributes:
         moved_aside: where a damaged file was moved, in this process; None where all was sound.
+        packs: what is known of packs.
     """
 
     def __init__(self, database: Database, moved_aside: str | None = None) -> None:
         self._database = database
         self.moved_aside = moved_aside
+        self.packs = Packs(database)
+        self._bulk: Sessions | None = None
 
     @classmethod
     def open(cls, path: str, *, readonly: bool = False) -> Catalog:
@@ -107,7 +112,15 @@ class Catalog:
         return query.log_states(self._run, streams)
 
     def ingest(
-        self, stream: str, pack: int, *, start: int, end: int, items: Sequence[LogItem], sealed: bool = False
+        self,
+        stream: str,
+        pack: int,
+        *,
+        start: int,
+        end: int,
+        items: Sequence[LogItem],
+        sealed: bool = False,
+        shard_rows: ShardRows = no_sizes,
     ) -> bool:
         """Take in frames of one pack, all or none, in one transaction.
 
@@ -118,32 +131,103 @@ class Catalog:
             end: the offset known afterwards; -1 where the frames come from sealed records.
             items: the frames, in order, without a hole after those that are known.
             sealed: the pack is sealed, and known whole with these.
+            shard_rows: tells which packs the rows of the events lie in; see `spool.catalog.uses.ShardRows`.
 
         Returns:
-            False, and nothing changed, where another process took them in first; ask `offsets` again.
+            False, and nothing changed, where another process took them in first, or the pack was forgotten; ask
+            `offsets` again.
 
         Raises:
             StorageError: another process's transaction lasts too long, or the disk fails.
             CapacityError: the disk is full.
             DamagedError: the file is damaged; see `reset`.
         """
-        ready = prepare(items)
+        ready, uses = prepare(items), Uses(stream, pack, shard_rows)
         with self._database.writing() as connection:
-            found = connection.execute(
-                "SELECT id, offset, n_events, sealed FROM logs WHERE stream = ? AND pack = ?", (stream, pack)
-            ).fetchone()
-            log, offset, n_events, was_sealed = found or (None, 0, 0, 0)
-            if offset != start or was_sealed or (items and items[0].seq != n_events):
+            found = connection.execute(query.LOG, (stream, pack)).fetchone()
+            log, state, offset, n_events, was_sealed = found or (None, None, 0, 0, 0)
+            if state == GONE or offset != start or was_sealed or (items and items[0].seq != n_events):
                 return False
             if log is None:
-                log = connection.execute("INSERT INTO logs(stream, pack) VALUES(?, ?) RETURNING id", (stream, pack)).get
-            batch = Ingest(connection, log, stream, pack)
+                log = pack_id(connection, stream, pack)
+            connection.execute(query.ADD_LOG, (log, stream, pack))
+            batch = Ingest(connection, log, stream, pack, uses, self._bulk or Sessions())
             batch.apply(ready)
             batch.finish()
+            at = next((item.event.at for item in ready if hasattr(item.event, "at")), None)
+            connection.execute(query.SET_LOG, (log, end, len(items), sealed))
+            connection.execute(query.SET_PACK, (log, int(sealed), at))
+        return True
+
+    def ingest_pack(
+        self, stream: str, pack: int, payloads: Sequence[bytes], *, shard_rows: ShardRows = no_sizes
+    ) -> bool:
+        """Take in a whole sealed pack, or what is not known of it yet; see `bulk` for many.
+
+        Args:
+            stream: the stream's name; of a file of facts ``facts-`` and its id, which is pack 0.
+            pack: number of the pack.
+            payloads: its events as they are in the commit log (msgpack), in order; messages may be left out.
+            shard_rows: as `ingest`.
+
+        Returns:
+            False, and nothing changed, where it is known whole or was forgotten.
+
+        Raises:
+            IntegrityError: a payload is no event.
+            StorageError, CapacityError, DamagedError: as `ingest`.
+        """
+        while True:
+            state = self.offsets([stream]).get((stream, pack), LogState())
+            if state.sealed:
+                return False
+            items = decode_items(payloads, state.n_events, what=f"pack {pack} of stream {stream}")
+            if self.ingest(stream, pack, start=state.offset, end=-1, items=items, sealed=True, shard_rows=shard_rows):
+                return True
+
+    @contextmanager
+    def bulk(self) -> Iterator[None]:
+        """Make what this thread takes in inside one transaction; an empty catalog is filled faster.
+
+        Other processes see nothing of it until it ends, and wait to feed theirs; a failure leaves nothing of it.
+        """
+        with self._database.writing() as connection:
+            if self._bulk is not None:
+                yield
+                return
+            indexes = schema.drop_indexes(connection)
+            self._bulk = Sessions()
+            try:
+                yield
+            finally:
+                self._bulk = None
+            schema.make_indexes(connection, indexes)
+
+    def forget(self, stream: str, pack: int, *, at: float | None = None, reason: str | None = None) -> bool:
+        """Take out what a pack's events fed, as if it had never been fed; it is gone, and never taken in again.
+
+        Args:
+            stream: the stream's name.
+            pack: number of the pack.
+            at: when it was deleted, seconds since the epoch.
+            reason: why.
+
+        Returns:
+            False where it was gone already.
+
+        Raises:
+            StorageError, CapacityError, DamagedError: as `ingest`.
+        """
+        with self._database.writing() as connection:
+            log = pack_id(connection, stream, pack)
+            if connection.execute("SELECT state FROM packs WHERE id = ?", (log,)).get == GONE:
+                return False
+            forget.forget(connection, log)
             connection.execute(
-                "UPDATE logs SET offset = ?, n_events = n_events + ?, sealed = ? WHERE id = ?",
-                (end, len(items), sealed, log),
+                "UPDATE packs SET state = ?, gone_at = ?, reason = ? WHERE id = ?", (GONE, at, reason, log)
             )
+            if self._bulk is not None:
+                self._bulk = Sessions()
         return True
 
     @contextmanager

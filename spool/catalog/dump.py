@@ -28,11 +28,16 @@ _QUERIES = {
     "attachments": "SELECT s.session_id, t.target, t.field, t.event, t.at, l.stream, l.pack, t.seq, t.inner "
     f"FROM attachments t {_LOG} {_SESSION}",
     "releases": f"SELECT s.session_id, t.target, t.tag, t.at FROM releases t {_SESSION}",
-    "checkpoints": "SELECT tag, at FROM checkpoints",
+    "checkpoints": f"SELECT t.tag, t.at, l.stream, l.pack FROM checkpoints t {_LOG}",
+    "uses": "SELECT s.session_id, p.stream, p.pack, l.stream, l.pack, t.data FROM uses t "
+    f"JOIN packs p ON p.id = t.pack JOIN logs l ON l.id = t.via {_SESSION}",
     "tools": f"SELECT t.key, l.stream, l.pack, t.seq, t.inner FROM tools t {_LOG}",
 }
 
 
 def dump(run: Callable[..., list[tuple[Any, ...]]]) -> dict[str, list[tuple[Any, ...]]]:
-    """Return the rows of every fed table, numbers of the database's own replaced by names, sorted."""
+    """Return what events feed, numbers of the database's own replaced by names, sorted.
+
+    The tiers that packs are in and the objects that were taken in are left out: a hot and a cold root differ there.
+    """
     return {table: sorted(run(sql), key=repr) for table, sql in _QUERIES.items()}

@@ -7,15 +7,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from spool.catalog.ingest import ORDER, decode_event, decode_ref
+from spool.catalog.fold import ORDER, decode_event, decode_ref
 from spool.catalog.rows import Located
+from spool.catalog.schema import LATE
 from spool.model.events import SessionDiscarded, SessionFinalized, SessionOpened, Single, StepCommitted, StepDiscarded
 
 Execute = Callable[..., list[tuple[Any, ...]]]
 
 EVENTS = f"""
 SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
-FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? ORDER BY {ORDER}"""  # noqa: S608
+FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot > {LATE} ORDER BY {ORDER}"""  # noqa: S608
 
 
 def session_events(run: Execute, sid: int) -> list[Located]:

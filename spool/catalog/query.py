@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from spool.catalog.ingest import decode_event, decode_ref
+from spool.catalog.fold import decode_event, decode_ref
 from spool.catalog.rows import LogState, Place, Release, SessionRow, State, Totals, as_reward
+from spool.catalog.schema import GONE
 from spool.catalog.where import Columns, Filter, compile_where
 from spool.errors import InputError
 from spool.model.events import Attached
@@ -53,13 +54,24 @@ SEGMENT = Columns(
     _SEGMENT_FACT,
 )
 
+LOG = """
+SELECT p.id, p.state, ifnull(l.offset, 0), ifnull(l.n_events, 0), ifnull(l.sealed, 0)
+FROM packs p LEFT JOIN logs l ON l.id = p.id WHERE p.stream = ? AND p.pack = ?"""
+ADD_LOG = "INSERT INTO logs(id, stream, pack) VALUES(?, ?, ?) ON CONFLICT DO NOTHING"
+SET_LOG = "UPDATE logs SET offset = ?2, n_events = n_events + ?3, sealed = ?4 WHERE id = ?1"
+SET_PACK = """
+UPDATE packs SET state = max(ifnull(state, 0), ?2), opened_at = ifnull(opened_at, ?3) WHERE id = ?1"""
+
 Execute = Callable[..., list[tuple[Any, ...]]]
 """Runs one statement with its values and returns all rows."""
 
 
 def log_states(run: Execute, streams: Sequence[str] | None) -> dict[tuple[str, int], LogState]:
-    """Return what is known of each pack's log, of all streams or some."""
-    sql = "SELECT stream, pack, offset, n_events, sealed FROM logs"
+    """Return what is known of each pack's log, of all streams or some; of one that is gone there is nothing to add."""
+    sql = (
+        "SELECT * FROM (SELECT stream, pack, offset, n_events, sealed FROM logs "
+        f"UNION ALL SELECT stream, pack, -1, 0, 1 FROM packs WHERE state = {GONE})"
+    )
     if streams is not None:
         found = [row for name in streams for row in run(f"{sql} WHERE stream = ?", (name,))]
     else:
@@ -122,7 +134,7 @@ def _session(row: tuple[Any, ...], facts: dict[str, Any]) -> SessionRow:
 
 
 def segment_ids(run: Execute, where: str | None, view: str | None) -> list[int]:
-    """Return the numbers of the segments of finalised, not discarded sessions that match.
+    """Return the numbers of the segments of opened, finalised, not discarded sessions that match.
 
     Raises:
         InputError: the filter does not parse.
@@ -131,7 +143,7 @@ def segment_ids(run: Execute, where: str | None, view: str | None) -> list[int]:
     of_view, values = ("AND g.view = ?", (view,)) if view is not None else ("", ())
     sql = (
         "SELECT g.id FROM segments g JOIN sessions s ON s.sid = g.sid "
-        f"WHERE s.discarded_at IS NULL {of_view} AND {match.sql} "
+        f"WHERE s.discarded_at IS NULL AND s.opened_at IS NOT NULL {of_view} AND {match.sql} "
         "ORDER BY s.finished_at, s.session_id, g.view, g.idx"
     )
     return [number for (number,) in run(sql, (*values, *match.values))]

@@ -9,6 +9,7 @@ from msgspec import Struct
 from spool.model.events import Event, Single
 
 State = Literal["open", "final", "discarded"]
+PackState = Literal["open", "sealed", "spilled", "evicted", "gone"]
 
 
 class LogItem(Struct, frozen=True):
@@ -129,6 +130,69 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     def reward(self) -> float | None:
         """The late fact ``reward``, where it is a number."""
         return as_reward(self.facts.get("reward"))
+
+
+class PackRow(Struct, frozen=True, kw_only=True):
+    """A pack as the index knows it.
+
+    Attributes:
+        stream: the stream's name.
+        pack: number of the pack.
+        state: which tiers hold it; ``spilled`` is in both, ``evicted`` in the cold one only.
+        hot_bytes: what it takes in the hot tier, or took there; None where that is not known.
+        stored_bytes: what it takes in the cold tier; None where that is not known.
+        opened_at: time of its first event that has one.
+        sealed_at: when it was sealed; seconds since the epoch, like all times.
+        gone_at, reason: when and why it was deleted.
+        n_events: events of it that are known.
+        known: all of them are known.
+    """
+
+    stream: str
+    pack: int
+    state: PackState
+    hot_bytes: int | None = None
+    stored_bytes: int | None = None
+    opened_at: float | None = None
+    sealed_at: float | None = None
+    gone_at: float | None = None
+    reason: str | None = None
+    n_events: int = 0
+    known: bool = False
+
+
+class PackUse(Struct, frozen=True):
+    """A pack that is not gone, and the sessions that it matters to.
+
+    Attributes:
+        row: the pack.
+        data: ids of sessions that have rows in it, or events other than late facts.
+        facts: ids of further sessions that it holds late facts, releases or a withdrawal of.
+        tags: checkpoints that it says were taken.
+    """
+
+    row: PackRow
+    data: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
+class SessionEnd(Struct, frozen=True):
+    """How far a session is from being over.
+
+    Attributes:
+        state: as `SessionRow.state`; ``unknown`` where no opening of it is known.
+        outcome: how it ended; None before.
+        ended_at: when it was finalised, seconds since the epoch.
+        n_held: segments it was finalised with that are not released, or under a tag that is not checkpointed.
+        tags: tags under which segments of it are released.
+    """
+
+    state: Literal["open", "final", "discarded", "unknown"]
+    outcome: str | None = None
+    ended_at: float | None = None
+    n_held: int = 0
+    tags: tuple[str, ...] = ()
 
 
 class Totals(Struct, frozen=True, kw_only=True):

@@ -9,10 +9,11 @@ from functools import partial
 
 import apsw
 
+from spool.catalog.rows import PackState
 from spool.errors import IntegrityError
 
 APPLICATION_ID = 0x53504F4C
-VERSION = 1
+VERSION = 2
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
@@ -20,14 +21,28 @@ CHECKED_BYTES = 4 << 20
 """Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
 
 # Slots of a session's events: steps and their withdrawals have the step's index, the others these.
-OPEN, FINAL, DISCARD = -3, -2, -1
+LATE, OPEN, FINAL, DISCARD = -4, -3, -2, -1
 
+# What a pack has become; it only goes forward.
+STATES: tuple[PackState, ...] = ("open", "sealed", "spilled", "evicted", "gone")
+OPENED, SEALED, SPILLED, EVICTED, GONE = range(5)
+
+# Numbers of sessions and segments are never used again: who iterates fetches by number, page after page.
 TABLES = """
+CREATE TABLE packs(
+    id INTEGER PRIMARY KEY, stream TEXT NOT NULL, pack INTEGER NOT NULL, state INTEGER,
+    hot_bytes INTEGER, stored_bytes INTEGER, opened_at REAL, sealed_at REAL, gone_at REAL, reason TEXT,
+    UNIQUE(stream, pack));
 CREATE TABLE logs(
     id INTEGER PRIMARY KEY, stream TEXT NOT NULL, pack INTEGER NOT NULL, offset INTEGER NOT NULL DEFAULT 0,
     n_events INTEGER NOT NULL DEFAULT 0, sealed INTEGER NOT NULL DEFAULT 0, UNIQUE(stream, pack));
+CREATE TABLE uses(
+    pack INTEGER NOT NULL, sid INTEGER NOT NULL, via INTEGER NOT NULL, data INTEGER NOT NULL,
+    PRIMARY KEY(pack, sid, via)) WITHOUT ROWID;
+CREATE INDEX uses_of ON uses(sid);
+CREATE INDEX uses_via ON uses(via) WHERE via <> pack;
 CREATE TABLE sessions(
-    sid INTEGER PRIMARY KEY, session_id TEXT NOT NULL UNIQUE,
+    sid INTEGER PRIMARY KEY AUTOINCREMENT, session_id TEXT NOT NULL UNIQUE,
     group_id TEXT, sample_index INTEGER, rollout_step INTEGER, source TEXT, prompt_id TEXT, split TEXT, attempt INTEGER,
     prefer TEXT, trim INTEGER, idle_s REAL, metadata BLOB,
     outcome TEXT, view TEXT, finish_reason TEXT, last_index INTEGER,
@@ -43,7 +58,8 @@ CREATE TABLE events(
     n_new INTEGER NOT NULL, n_generated INTEGER NOT NULL, n_nonfinite INTEGER NOT NULL, event BLOB NOT NULL);
 CREATE INDEX events_of ON events(sid, slot);
 CREATE TABLE segments(
-    id INTEGER PRIMARY KEY, sid INTEGER NOT NULL, view TEXT NOT NULL, idx INTEGER NOT NULL, target TEXT NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, sid INTEGER NOT NULL, view TEXT NOT NULL, idx INTEGER NOT NULL,
+    target TEXT NOT NULL,
     count INTEGER, n_tokens INTEGER, n_rows INTEGER, response_start INTEGER, response_length INTEGER,
     trainable_tokens INTEGER, n_steps INTEGER, finish_reason TEXT, n_nonfinite INTEGER, cut_tokens INTEGER,
     superseded INTEGER, first_version, last_version, ref BLOB NOT NULL, UNIQUE(sid, view, idx));
@@ -57,15 +73,23 @@ CREATE TABLE attachments(
     PRIMARY KEY(sid, target, field)) WITHOUT ROWID;
 CREATE TABLE releases(
     sid INTEGER NOT NULL, target TEXT NOT NULL, tag NOT NULL, at REAL, PRIMARY KEY(sid, target, tag)) WITHOUT ROWID;
-CREATE TABLE checkpoints(tag TEXT PRIMARY KEY, at REAL) WITHOUT ROWID;
+CREATE TABLE checkpoints(tag TEXT NOT NULL, log INTEGER NOT NULL, at REAL, PRIMARY KEY(tag, log)) WITHOUT ROWID;
 CREATE TABLE tools(
     key TEXT NOT NULL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL, offset INTEGER NOT NULL,
     PRIMARY KEY(key, log)) WITHOUT ROWID;
+CREATE TABLE objects(key TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE requests(stream TEXT PRIMARY KEY, pack INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE space(stream TEXT PRIMARY KEY, n_bytes INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-FED = ("logs", "sessions", "events", "segments", "facts", "attachments", "releases", "checkpoints", "tools")
-"""The tables that the logs make again; `space` is not one of them."""
+FED = (
+    "packs", "logs", "uses", "sessions", "events", "segments", "facts", "attachments", "releases", "checkpoints",
+    "tools", "objects",
+)  # fmt: skip
+"""The tables that files make again; `space` and `requests` are not among them."""
+
+NEEDED = ("events_of", "uses_via")
+"""Indexes that feeding itself looks up in."""
 
 Identity = tuple[int, int]
 
@@ -148,6 +172,23 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
 
 def _is_blank(connection: apsw.Connection) -> bool:
     return not connection.pragma("user_version") and not connection.execute("SELECT count(*) FROM sqlite_schema").get
+
+
+def drop_indexes(connection: apsw.Connection) -> list[str]:
+    """Drop the indexes of an empty catalog that filling it does not need; return the statements that make them."""
+    if connection.execute("SELECT EXISTS(SELECT 1 FROM events)").get:
+        return []
+    sql = "SELECT name, sql FROM sqlite_schema WHERE type = 'index' AND sql IS NOT NULL"
+    chosen = [(str(name), str(made)) for name, made in connection.execute(sql) if name not in NEEDED]
+    for name, _ in chosen:
+        connection.execute(f"DROP INDEX {name}")
+    return [made for _, made in chosen]
+
+
+def make_indexes(connection: apsw.Connection, statements: list[str]) -> None:
+    """Make the indexes that `drop_indexes` dropped."""
+    for statement in statements:
+        connection.execute(statement)
 
 
 def check(connection: apsw.Connection, *, whole: bool) -> list[str]:

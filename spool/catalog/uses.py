@@ -1,0 +1,83 @@
+"""Which packs hold rows or events of a session: found while its events are taken in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import apsw
+
+from spool.model.refs import Extent
+
+ShardRows = Callable[[str], Mapping[str, int] | None]
+"""Returns R, the rows of a pack, of each stored array of a stream; None where there is no such stream. What cannot be
+told for now is raised: a pack whose rows are not known to be used could be deleted."""
+
+_ADD = """
+INSERT INTO uses(pack, sid, via, data) VALUES(?, ?, ?, ?) ON CONFLICT DO UPDATE SET data = max(data, excluded.data)"""
+
+
+def no_sizes(stream: str) -> None:
+    """Know no stream: only the packs that hold a session's events are found."""
+
+
+class Uses:
+    """Collects what the events of one pack use.
+
+    Args:
+        stream: the pack's stream.
+        pack: its number.
+        shard_rows: of any stream.
+    """
+
+    def __init__(self, stream: str, pack: int, shard_rows: ShardRows) -> None:
+        self._stream = stream
+        self._ask = shard_rows
+        self._known: dict[str, Mapping[str, int]] = {}
+        self._own = {array: (pack * n, pack * n + n) for array, n in self._shard_rows(stream).items()}
+        self._here: dict[int, int] = {}
+        self._elsewhere: set[tuple[str, int, int]] = set()
+
+    def event(self, sid: int, *, data: bool) -> None:
+        """Note an event of a session; ``data``: it is more than a late fact."""
+        if data:
+            self._here[sid] = 1
+        else:
+            self._here.setdefault(sid, 0)
+
+    def rows(self, sid: int, extents: Mapping[str, tuple[Extent, ...]]) -> None:
+        """Note rows that an event of a session names; most lie in the pack of the event."""
+        stream, own = self._stream, self._own
+        for array, runs in extents.items():
+            low, high = own.get(array, (0, 0))
+            for run in runs:
+                if run.stream != stream or not low <= run.row < high:
+                    self._far(sid, array, run)
+
+    def _far(self, sid: int, array: str, run: Extent) -> None:
+        n_rows = self._shard_rows(run.stream).get(array)
+        if n_rows and run.n:
+            self._elsewhere.add((run.stream, run.row // n_rows, sid))
+
+    def _shard_rows(self, stream: str) -> Mapping[str, int]:
+        found = self._known.get(stream)
+        if found is None:
+            found = self._known[stream] = self._ask(stream) or {}
+        return found
+
+    def write(self, connection: apsw.Connection, log: int) -> None:
+        """Store what was noted; ``log`` is the number of the pack with the events."""
+        rows = [(log, sid, log, data) for sid, data in sorted(self._here.items())]
+        packs: dict[tuple[str, int], int] = {}
+        for stream, pack, sid in sorted(self._elsewhere):
+            if (stream, pack) not in packs:
+                packs[stream, pack] = pack_id(connection, stream, pack)
+            rows.append((packs[stream, pack], sid, log, 1))
+        connection.executemany(_ADD, rows)
+
+
+def pack_id(connection: apsw.Connection, stream: str, pack: int) -> int:
+    """Return the number of a pack, given to it where it has none."""
+    found = connection.execute("SELECT id FROM packs WHERE stream = ? AND pack = ?", (stream, pack)).get
+    if found is None:
+        found = connection.execute("INSERT INTO packs(stream, pack) VALUES(?, ?) RETURNING id", (stream, pack)).get
+    return int(found)
