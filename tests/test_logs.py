@@ -25,7 +25,7 @@ from recorded import (
 )
 
 from spool.catalog import Catalog, DamagedError, LogState, Place, Space
-from spool.errors import IntegrityError, NotFoundError, StorageError
+from spool.errors import IntegrityError, StorageError
 from spool.formats.frames import LOG_HEADER, encode_event, frame
 from spool.logs import FeedTimer, LogFeeder, feeder
 from spool.model.fields import TOKEN_IDS, Schema
@@ -329,7 +329,7 @@ def test_events_that_are_not_there_any_more(root, folder):
     with pytest.raises(IntegrityError, match="empty"):
         root.feeder.read_event(place)
     os.unlink(folder.arrow())
-    with pytest.raises(NotFoundError, match="released or deleted"):
+    with pytest.raises(IntegrityError, match="neither there nor marked as released"):
         root.feeder.read_event(place)
 
 
