@@ -264,7 +264,9 @@ class LogFeeder:
             self._mark(name, pack, known, "spilled" if pack in found.cold else "sealed")
         for pack in sorted(evicted):
             self._mark(name, pack, known, "evicted")
-        known.evicted, known.retry_at = self._unknown(known, evicted), 0.0
+        waiting = self._unknown(known, evicted)
+        if waiting != known.evicted:
+            known.evicted, known.retry_at = waiting, 0.0
 
     @staticmethod
     def _unknown(known: _Known, packs: set[int]) -> list[int]:
