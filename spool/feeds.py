@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from spool.catalog import Place
 from spool.errors import StorageError
@@ -52,11 +52,6 @@ class Feeds:
                     raise
                 log.warning("what other nodes published lately is not listed: %s", error)
         return problems
-
-    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
-        """Return R of each stored array of a stream; None where neither root knows the stream."""
-        found = self.hot.shard_rows(stream)
-        return found if found is not None or self.cold is None else self.cold.shard_rows(stream)
 
     def read_events(self, places: Sequence[Place]) -> list[Single]:
         """Return the whole events at ``places``, in their order.

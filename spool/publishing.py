@@ -82,7 +82,7 @@ class Publisher:
         for ref in refs:
             for array, extents in ref.extents.items():
                 for extent in extents:
-                    n_rows = (self._feeds.shard_rows(extent.stream) or {}).get(array)
+                    n_rows = (self._feeds.hot.shard_rows(extent.stream) or {}).get(array)
                     packs.add((extent.stream, extent.row // n_rows if n_rows else -1))
         return packs
 

@@ -34,6 +34,7 @@ from recorded import (
 
 from spool.catalog import Catalog, DamagedError, LogState, Release, Space, history, schema
 from spool.errors import InputError, StorageError
+from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
 from spool.model.refs import Extent
 
@@ -970,3 +971,195 @@ def test_a_rebuild_is_seen_whole_or_not_at_all(path, catalog):
         1 / 0  # noqa: B018
     assert ids(other.sessions()) == ["new"]
     assert catalog.offsets().keys() == {("s", 0)}
+
+
+# -- packs that go ---------------------------------------------------------------------------------------------------
+
+ROWS = {"token_ids": 10}
+
+
+def sizes(stream):
+    """Ten rows of token ids a pack, in the streams that are known."""
+    return ROWS if stream in ("s0", "s1", "s") else None
+
+
+_FAR = st.builds(
+    lambda s, i, t, stream, row: step(s, i, t, extents={"token_ids": (Extent(stream, row, 3, 0, 7),)}),
+    _NAMES,
+    st.integers(0, 3),
+    _TIMES,
+    st.sampled_from(["s0", "s1", "nowhere"]),
+    st.integers(0, 25),
+)
+_PACKS = st.lists(st.lists(_EVENTS | _FAR, min_size=1, max_size=7), min_size=2, max_size=5)
+
+
+def _seal(catalog, n, events):
+    return catalog.ingest_pack(f"s{n // 2}", n % 2, [encode_event(event) for event in events], shard_rows=sizes)
+
+
+def _fed(packs, chosen):
+    catalog = Catalog.open("/nowhere/catalog.sqlite", readonly=True)
+    for n in chosen:
+        assert _seal(catalog, n, packs[n])
+    return catalog
+
+
+def _assert_same(got, expected):
+    assert got.dump() == expected.dump()
+    assert got.totals() == expected.totals()
+    assert list(got.segments()) == list(expected.segments())
+    for name in ("u", "v"):
+        assert got.session(name) == expected.session(name)
+        assert got.session_events(name) == expected.session_events(name)
+        assert got.released(name) == expected.released(name)
+        assert got.facts(name) == expected.facts(name)
+        assert got.attachments(name) == expected.attachments(name)
+
+
+@settings(max_examples=400)
+@given(packs=_PACKS, data=st.data())
+def test_what_is_forgotten_was_never_there(packs, data):
+    verbs = [(verb, n) for n in range(len(packs)) for verb in ("feed", "forget")]
+    order = data.draw(st.permutations(verbs))
+    kept = data.draw(st.sets(st.sampled_from(range(len(packs)))))
+    catalog, gone = Catalog.open("/nowhere/catalog.sqlite", readonly=True), set()
+    for verb, n in order:
+        if verb == "feed":
+            assert _seal(catalog, n, packs[n]) == (n not in gone)
+        elif n not in kept:
+            assert catalog.forget(f"s{n // 2}", n % 2, at=5.0, reason="released")
+            assert not catalog.forget(f"s{n // 2}", n % 2)
+            gone.add(n)
+    expected = _fed(packs, sorted(kept))
+    _assert_same(catalog, expected)
+    there = {(f"s{n // 2}", n % 2) for n in gone}
+    assert catalog.packs.of(["u", "v"]) == expected.packs.of(["u", "v"]) - there
+    for n in gone:
+        assert not _seal(catalog, n, packs[n])
+        row = catalog.packs.get(f"s{n // 2}", n % 2)
+        assert (row.state, row.gone_at, row.reason) == ("gone", 5.0, "released")
+    _assert_same(catalog, expected)
+    assert catalog.check() == []
+
+
+@settings(max_examples=60)
+@given(packs=_PACKS)
+def test_bulk_is_the_same_as_one_by_one(packs):
+    catalog = Catalog.open("/nowhere/catalog.sqlite", readonly=True)
+    with catalog.bulk():
+        for n in reversed(range(len(packs))):
+            assert _seal(catalog, n, packs[n])
+            assert not _seal(catalog, n, packs[n])
+        catalog.forget("s0", 0)
+    _assert_same(catalog, _fed(packs, range(1, len(packs))))
+    assert catalog.check() == []
+    names = {name for (name,) in catalog._run("SELECT name FROM sqlite_schema WHERE type = 'index'")}
+    assert names >= {"sessions_group", "sessions_rollout", "sessions_open", "events_of", "uses_of", "uses_via"}
+
+
+def test_a_failing_bulk_leaves_nothing(path, catalog):
+    with pytest.raises(ZeroDivisionError), catalog.bulk():
+        _seal(catalog, 0, [opened("u")])
+        catalog.packs.saw(["manifests/1"])
+        1 / 0  # noqa: B018
+    assert catalog.session("u") is None
+    assert catalog.packs.seen() == set()
+    assert "sessions_group" in str(catalog._run("SELECT name FROM sqlite_schema"))
+    assert _seal(catalog, 0, [opened("u")])
+
+
+def test_a_session_whose_opening_is_gone_is_not_listed(catalog):
+    _seal(catalog, 0, [opened("u"), step("u", 0)])
+    _seal(catalog, 1, [step("u", 1), final("u")])
+    assert len(list(catalog.segments())) == 1
+    catalog.forget("s0", 0)
+    assert catalog.session("u") is None
+    assert list(catalog.sessions()) == []
+    assert list(catalog.segments()) == []
+    assert catalog.packs.sessions()["u"].state == "unknown"
+
+
+def test_an_iteration_is_not_led_astray_by_what_goes(catalog):
+    for n in range(600):
+        catalog.ingest_pack("s", n, [encode_event(event) for event in (opened(f"s{n:03}"), final(f"s{n:03}"))])
+    segments, sessions = catalog.segments(), catalog.sessions()
+    next(segments), next(sessions)
+    for n in range(400, 600):
+        catalog.forget("s", n)
+        catalog.ingest_pack("t", n, [encode_event(event) for event in (opened(f"t{n}"), final(f"t{n}"))])
+    assert {ref.session_id[0] for ref in segments} == {row.session_id[0] for row in sessions} == {"s"}
+
+
+def test_the_packs_that_a_session_uses(catalog):
+    far = {"token_ids": (Extent("s", 15, 5, 0, 7), Extent("s1", 38, 2, 5, 7), Extent("nowhere", 0, 3, 7, 7))}
+    catalog.ingest_pack("s", 0, [encode_event(e) for e in (opened("u"), step("u", 0, extents=far))], shard_rows=sizes)
+    catalog.ingest_pack("t", 0, [encode_event(Released("u", 3.0, ("x",)))], shard_rows=sizes)
+    assert catalog.packs.of(["u", "nobody"]) == {("s", 0), ("s", 1), ("s1", 3), ("t", 0)}
+    assert catalog.packs.of([]) == set()
+    uses = {(use.row.stream, use.row.pack): use for use in catalog.packs.uses()}
+    assert uses.keys() == {("s", 0), ("t", 0)}  # the others are not known yet
+    assert (uses["s", 0].data, uses["s", 0].facts) == (("u",), ())
+    assert (uses["t", 0].data, uses["t", 0].facts) == ((), ("u",))
+    catalog.forget("s", 1)
+    assert catalog.packs.of(["u"]) == {("s", 0), ("s1", 3), ("t", 0)}
+
+
+def test_a_pack_only_goes_forward(path, catalog):
+    packs = catalog.packs
+    feed(catalog, [ToolsStored("k", b"[]"), opened("u", 3.0)])
+    assert [(row.state, row.opened_at, row.n_events, row.known) for row in packs.rows()] == [("open", 3.0, 2, False)]
+    packs.mark("s", 0, "spilled", hot_bytes=100, stored_bytes=70, sealed_at=9.0)
+    packs.mark("s", 0, "sealed", hot_bytes=90)
+    row = Catalog.open(path).packs.get("s", 0)
+    assert (row.state, row.hot_bytes, row.stored_bytes, row.sealed_at) == ("spilled", 90, 70, 9.0)
+    assert catalog.ingest("s", 0, start=216, end=-1, items=[], sealed=True)
+    assert packs.get("s", 0).state == "spilled"
+    packs.mark("t", 4, "evicted")
+    assert [(row.stream, row.pack) for row in packs.rows("evicted")] == [("t", 4)]
+    assert packs.hot_totals() == {"spilled": (1, 90, 70), "evicted": (1, 0, 0)}
+    catalog.forget("s", 0)
+    packs.mark("s", 0, "evicted")
+    assert packs.states("s") == {0: "gone"}
+    assert catalog.offsets()["s", 0].sealed
+    assert packs.get("s", 1) is None
+
+
+def test_requests_and_objects(path, catalog):
+    packs, other = catalog.packs, Catalog.open(path).packs
+    packs.request_seal("s", 3)
+    other.request_seal("s", 2)
+    other.request_seal("t", 0)
+    assert packs.seal_requests() == {"s": 3, "t": 0}
+    packs.serve("s", 2)
+    assert packs.seal_requests() == {"s": 3, "t": 0}
+    packs.serve("s", 3)
+    packs.saw(["b", "a", "b"])
+    other.saw(["c"])
+    packs.unsee(["b"])
+    with catalog.rebuilding():
+        assert packs.seen() == set()
+        packs.saw(["a"])
+    assert (other.seen(), other.seal_requests()) == ({"a"}, {"t": 0})
+
+
+def test_how_far_sessions_are_from_their_end(catalog):
+    two = (segment("u", 0), segment("u", 1))
+    feed(catalog, [opened("u"), final("u", segments=two), opened("v"), opened("w"), SessionDiscarded("w", 2.0)])
+    feed(
+        catalog,
+        [Released("u", 3.0, (two[0].key,)), Released("u", 3.0, (two[1].key,), "a"), Released("x", 3.0, ())],
+        pack=1,
+    )
+    ends = catalog.packs.sessions()
+    assert [(name, end.state, end.n_held, end.tags) for name, end in sorted(ends.items())] == [
+        ("u", "final", 1, ("a",)),
+        ("v", "open", 0, ()),
+        ("w", "discarded", 0, ()),
+        ("x", "unknown", 0, ()),
+    ]
+    feed(catalog, [Checkpointed("a", 4.0)], pack=2)
+    assert catalog.packs.sessions()["u"].n_held == 0
+    assert [use.tags for use in catalog.packs.uses()] == [(), (), ("a",)]
+    catalog.forget("s", 2)
+    assert catalog.packs.sessions()["u"].n_held == 1

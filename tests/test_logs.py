@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import multiprocessing
 import os
 import signal
@@ -25,10 +26,12 @@ from recorded import (
 )
 
 from spool.catalog import Catalog, DamagedError, LogState, Place, Space
-from spool.errors import IntegrityError, NotFoundError, StorageError
+from spool.errors import IntegrityError, ReleasedError, StorageError
+from spool.formats import records
 from spool.formats.frames import LOG_HEADER, encode_event, frame
 from spool.logs import FeedTimer, LogFeeder, feeder
 from spool.model.fields import TOKEN_IDS, Schema
+from spool.model.refs import Extent
 from spool.write.stream import create_stream
 
 FORK = multiprocessing.get_context("fork")
@@ -157,7 +160,7 @@ def test_a_log_without_its_header_is_waited_for(root, folder):
 # -- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_new_costs_two_stats_a_live_stream_and_none_a_finished_one(root, folder, old_folders, monkeypatch):
+def test_nothing_new_costs_two_stats_a_live_stream_and_one_a_finished_one(root, folder, old_folders, monkeypatch):
     folder.append(*session("u"))
     fresh = Folder(root.path, "fresh")
     fresh.append()
@@ -177,7 +180,8 @@ def test_nothing_new_costs_two_stats_a_live_stream_and_none_a_finished_one(root,
     root.feeder.catch_up()
     looked = [path for name, path in calls if name == "stat" and "/streams/" in str(path)]
     live = [path for stream in (folder, fresh) for path in (f"{stream.path}/records", stream.log())]
-    assert sorted(looked) == sorted(live)
+    finished = [f"{root.path}/streams/sealed-{n}/records" for n in range(5)]
+    assert sorted(looked) == sorted([*live, *finished])
     assert {name for name, _ in calls} == {"stat"}
     calls.clear()
     root.feeder.catch_up([folder.name])
@@ -329,7 +333,7 @@ def test_events_that_are_not_there_any_more(root, folder):
     with pytest.raises(IntegrityError, match="empty"):
         root.feeder.read_event(place)
     os.unlink(folder.arrow())
-    with pytest.raises(NotFoundError, match="released or deleted"):
+    with pytest.raises(IntegrityError, match="neither there nor marked as released"):
         root.feeder.read_event(place)
 
 
@@ -773,3 +777,163 @@ def test_a_real_writer_drives_the_timer(root):
     assert root.feeder.read_events(located)[1] == step("u", 0, stream=writer.name)
     assert all(state.sealed for state in root.catalog.offsets().values())
     assert 0 < root.catalog.usage()[writer.name] < 16 << 20
+
+
+# -- packs in the tiers ----------------------------------------------------------------------------------------------
+
+
+class ColdRoot:
+    """A cold root with the packs that were spilled to it."""
+
+    def __init__(self):
+        self.packs, self.asked, self.error = {}, [], None
+
+    def spill(self, folder, events, pack=0):
+        self.packs[folder.name, pack] = [encode_event(event) for event in events]
+        with open(f"{folder.path}/records/{pack}.cold", "w") as file:
+            json.dump({"hot_bytes": 70, "stored_bytes": 50, "sealed_at": 3.5, "rows": {}, "stream": folder.name}, file)
+
+    def _pack(self, stream, pack):
+        self.asked.append((stream, pack))
+        if self.error is not None:
+            raise self.error
+        return self.packs[stream, pack]
+
+    def events(self, stream, pack):
+        return self._pack(stream, pack)
+
+    def records(self, stream, pack):
+        return bytes(records.encode(self._pack(stream, pack)))
+
+    def shard_rows(self, stream):
+        return {"token_ids": 10} if stream == "far" else None
+
+
+def gone(folder, pack=0, text='{"at": 1000000000, "reason": "released"}'):
+    with open(f"{folder.path}/records/{pack}.gone", "w") as file:
+        file.write(text)
+    for path in (folder.log(pack), folder.arrow(pack), f"{folder.path}/records/{pack}.cold"):
+        if os.path.exists(path):
+            os.unlink(path)
+
+
+def states(root):
+    return {(row.pack, row.state) for row in root.catalog.packs.rows()}
+
+
+def test_a_pack_is_followed_through_the_tiers(root, folder):
+    cold, events = ColdRoot(), session("u")
+    folder.append(*events)
+    root.steps()
+    assert states(root) == {(0, "open")}
+    folder.seal(*events)
+    root.steps()
+    row = root.catalog.packs.get(folder.name, 0)
+    assert (row.state, row.sealed_at) == ("sealed", os.stat(folder.arrow()).st_mtime)
+    assert row.hot_bytes == os.stat(folder.arrow()).st_blocks * 512 > 0
+    cold.spill(folder, events)
+    root.steps()
+    row = root.catalog.packs.get(folder.name, 0)
+    assert (row.state, row.hot_bytes, row.stored_bytes, row.sealed_at) == ("spilled", 70, 50, 3.5)
+    os.unlink(folder.arrow())
+    assert root.steps() == {"u": 3}
+    assert states(root) == {(0, "evicted")}
+    assert root.feeder.problems() == []
+    gone(folder)
+    assert root.steps() == {}
+    assert states(root) == {(0, "gone")}
+    assert root.another().steps() == {}
+
+
+def test_a_rebuilt_index_takes_evicted_packs_from_the_cold_root(root, folder):
+    cold, events = ColdRoot(), session("u")
+    folder.seal(*events)
+    cold.spill(folder, events)
+    folder.append(*session("v", 1), pack=1)
+    assert root.steps() == {"u": 3, "v": 1}
+    before = root.catalog.dump()
+    os.unlink(folder.arrow())
+    [problem] = root.feeder.rebuild()
+    assert (problem.kind, problem.pack) == ("evicted", 0)
+    assert "cold root" in problem.message
+    assert root.steps() == {"v": 1}
+    feeder_with_cold = LogFeeder(root.path, root.catalog, cold)
+    assert feeder_with_cold.catch_up() == []
+    assert root.catalog.dump() == before
+    assert feeder_with_cold.rebuild() == []
+    assert root.catalog.dump() == before
+
+
+def test_a_cold_root_that_fails_is_a_problem_and_asked_again(root, folder):
+    cold, events = ColdRoot(), session("u")
+    cold.spill(folder, events)
+    cold.error = StorageError("the store is down")
+    feeder_with_cold = LogFeeder(root.path, root.catalog, cold)
+    [problem] = feeder_with_cold.catch_up()
+    assert "the store is down" in problem.message
+    cold.error = None
+    assert feeder_with_cold.catch_up() == [problem]
+    assert len(cold.asked) == 1
+    feeder_with_cold._known[folder.name].retry_at = 0.0
+    assert feeder_with_cold.catch_up() == []
+    assert [row.n_steps for row in root.catalog.sessions()] == [3]
+
+
+def test_whole_events_of_packs_that_left(root, folder):
+    cold, events = ColdRoot(), session("u")
+    folder.seal(*events)
+    cold.spill(folder, events)
+    root.steps()
+    places = root.catalog.session_events("u")
+    whole = root.feeder.read_events(places)
+    os.unlink(folder.arrow())
+    with pytest.raises(StorageError, match="spill="):
+        root.feeder.read_events(places)
+    feeder_with_cold = LogFeeder(root.path, root.catalog, cold)
+    assert feeder_with_cold.read_events(places) == whole == events
+    gone(folder)
+    for one in (root.feeder, feeder_with_cold):
+        with pytest.raises(ReleasedError, match="was released and deleted on 2001-09-09"):
+            one.read_events(places)
+    root.steps()
+    os.unlink(f"{folder.path}/records/0.gone")
+    with pytest.raises(ReleasedError, match="2001-09-09"):  # the catalog remembers
+        root.feeder.read_events(places)
+
+
+@pytest.mark.parametrize("text", ["", "no json", '{"at": null}', "[]"])
+def test_a_marker_that_says_nothing_is_a_marker(root, folder, text):
+    folder.seal(*session("u"))
+    root.steps()
+    [place, *_] = root.catalog.session_events("u")
+    gone(folder, text=text)
+    assert root.steps() == {}
+    with pytest.raises(ReleasedError, match="deleted"):
+        root.feeder.read_event(place)
+    with open(f"{folder.path}/records/1.cold", "w") as file:
+        file.write(text)
+    root.feeder.catch_up()
+    assert states(root) == {(0, "gone"), (1, "evicted")}
+
+
+def test_a_gone_pack_whose_files_are_still_there_is_not_fed(root, folder):
+    folder.seal(*session("u"))
+    folder.append(*session("v"), pack=1)
+    for pack in (0, 1):
+        with open(f"{folder.path}/records/{pack}.gone", "w") as file:
+            file.write("{}")
+    assert root.steps() == {}
+    assert root.feeder.rebuild() == []
+    assert root.steps() == {}
+
+
+def test_rows_in_other_packs_and_streams_are_found(root):
+    writer = create_stream(root.path, Schema.of(TOKEN_IDS), space=Space(root.catalog, None))
+    n_rows = writer.layout.shard_rows["token_ids"]
+    folder = Folder(root.path, writer.name)
+    other = Folder(root.path, "other")
+    runs = (Extent(writer.name, 2 * n_rows + 1, 1, 0, 7), Extent("far", 35, 1, 1, 7), Extent("nowhere", 5, 1, 2, 7))
+    other.append(opened("u"), step("u", 0, extents={"token_ids": runs}))
+    LogFeeder(root.path, root.catalog, ColdRoot()).catch_up()
+    assert root.catalog.packs.of(["u"]) == {("other", 0), (folder.name, 2), ("far", 3)}
+    writer.close()

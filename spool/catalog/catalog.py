@@ -143,6 +143,7 @@ class Catalog:
             DamagedError: the file is damaged; see `reset`.
         """
         ready, uses = prepare(items), Uses(stream, pack, shard_rows)
+        uses.ask(item.event for item in ready)
         with self._database.writing() as connection:
             found = connection.execute(query.LOG, (stream, pack)).fetchone()
             log, state, offset, n_events, was_sealed = found or (None, None, 0, 0, 0)

@@ -106,7 +106,7 @@ def put_segments(connection: apsw.Connection, sid: int, event: SessionFinalized)
 def take_segments(connection: apsw.Connection, sid: int, view: str) -> tuple[SegmentRef, ...]:
     """Take out and return the segments of a view."""
     where = "FROM segments WHERE sid = ? AND view = ?"
-    found = connection.execute(f"SELECT ref {where} ORDER BY idx", (sid, view)).fetchall()
+    found: list[Any] = connection.execute(f"SELECT ref {where} ORDER BY idx", (sid, view)).fetchall()
     connection.execute(f"DELETE {where}", (sid, view))
     return tuple(decode_ref(data) for (data,) in found)
 

@@ -55,7 +55,8 @@ def apply_again(connection: apsw.Connection, sids: Iterable[int]) -> None:
     for sid in sids:
         for table in TABLES:
             connection.execute(f"DELETE FROM {table} WHERE sid = ?", (sid,))
-        for *at, data in connection.execute(_STORED, (sid, LATE)).fetchall():
+        stored: list[Any] = connection.execute(_STORED, (sid, LATE)).fetchall()
+        for *at, data in stored:
             event = decode_event(data)
             assert isinstance(event, Annotated | Attached | Released)
             apply(connection, sid, At(*at), event)

@@ -8,7 +8,7 @@ from typing import Any
 from spool.catalog import tiers
 from spool.catalog.database import Database
 from spool.catalog.rows import PackRow, PackState, PackUse, SessionEnd
-from spool.catalog.schema import EVICTED, GONE, SEALED, STATES
+from spool.catalog.schema import EVICTED, GONE, OPENED, STATES
 from spool.catalog.uses import pack_id
 
 _MARK = """
@@ -81,8 +81,8 @@ class Packs:
         return tiers.packs_of(self._run, list(session_ids))
 
     def uses(self) -> list[PackUse]:
-        """Return every sealed pack that is not gone and the sessions that it matters to, by stream and number."""
-        return tiers.uses(self._run, SEALED, EVICTED)
+        """Return every pack that is not gone and the sessions that it matters to, by stream and number."""
+        return tiers.uses(self._run, OPENED, EVICTED)
 
     def sessions(self) -> dict[str, SessionEnd]:
         """Return how far each session is from being over, by id."""

@@ -59,7 +59,8 @@ CREATE TABLE events(
 CREATE INDEX events_of ON events(sid, slot);
 CREATE TABLE segments(
     id INTEGER PRIMARY KEY AUTOINCREMENT, sid INTEGER NOT NULL, view TEXT NOT NULL, idx INTEGER NOT NULL,
-    target TEXT NOT NULL, count INTEGER, n_tokens INTEGER, n_rows INTEGER, response_start INTEGER, response_length INTEGER,
+    target TEXT NOT NULL,
+    count INTEGER, n_tokens INTEGER, n_rows INTEGER, response_start INTEGER, response_length INTEGER,
     trainable_tokens INTEGER, n_steps INTEGER, finish_reason TEXT, n_nonfinite INTEGER, cut_tokens INTEGER,
     superseded INTEGER, first_version, last_version, ref BLOB NOT NULL, UNIQUE(sid, view, idx));
 CREATE TABLE facts(

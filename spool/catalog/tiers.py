@@ -32,7 +32,7 @@ SELECT sid, session_id, CASE WHEN discarded_at IS NOT NULL THEN 'discarded' WHEN
 
 def pack_rows(run: Execute, state: PackState | None, stream: str | None) -> list[PackRow]:
     """Return packs by stream and number, of one state or all, of one stream or all."""
-    sql, values = _ROW, []
+    sql, values = _ROW, list[Any]()
     if state is not None:
         sql, values = f"{sql} AND p.state = ?", [STATES.index(state)]
     if stream is not None:
@@ -97,7 +97,7 @@ def uses(run: Execute, first: int, last: int) -> list[PackUse]:
 
 def session_ends(run: Execute) -> dict[str, SessionEnd]:
     """Return how far each session is from being over, by id."""
-    held = dict(run(_HELD))
+    held: dict[int, int] = dict(run(_HELD))
     tags: dict[int, list[str]] = {}
     for sid, tag in run("SELECT DISTINCT sid, tag FROM releases WHERE tag <> 0 ORDER BY sid, tag"):
         tags.setdefault(sid, []).append(tag)

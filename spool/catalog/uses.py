@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import apsw
 
+from spool.model.events import Attached, Single, StepCommitted
 from spool.model.refs import Extent
 
 ShardRows = Callable[[str], Mapping[str, int] | None]
@@ -33,9 +34,23 @@ class Uses:
         self._stream = stream
         self._ask = shard_rows
         self._known: dict[str, Mapping[str, int]] = {}
-        self._own = {array: (pack * n, pack * n + n) for array, n in self._shard_rows(stream).items()}
+        self._pack = pack
+        self._own: dict[str, tuple[int, int]] = {}
         self._here: dict[int, int] = {}
         self._elsewhere: set[tuple[str, int, int]] = set()
+
+    def ask(self, events: Iterable[Single]) -> None:
+        """Learn the sizes of the streams that events name rows of; done before a transaction, as it may take long."""
+        streams = {
+            run.stream
+            for event in events
+            if isinstance(event, StepCommitted | Attached)
+            for runs in event.extents.values()
+            for run in runs
+        }
+        self._known.update({stream: self._ask(stream) or {} for stream in streams - self._known.keys()})
+        sizes = self._known.get(self._stream, {})
+        self._own = {array: (self._pack * n, self._pack * n + n) for array, n in sizes.items()}
 
     def event(self, sid: int, *, data: bool) -> None:
         """Note an event of a session; ``data``: it is more than a late fact."""
@@ -54,15 +69,9 @@ class Uses:
                     self._far(sid, array, run)
 
     def _far(self, sid: int, array: str, run: Extent) -> None:
-        n_rows = self._shard_rows(run.stream).get(array)
+        n_rows = self._known[run.stream].get(array)
         if n_rows and run.n:
             self._elsewhere.add((run.stream, run.row // n_rows, sid))
-
-    def _shard_rows(self, stream: str) -> Mapping[str, int]:
-        found = self._known.get(stream)
-        if found is None:
-            found = self._known[stream] = self._ask(stream) or {}
-        return found
 
     def write(self, connection: apsw.Connection, log: int) -> None:
         """Store what was noted; ``log`` is the number of the pack with the events."""

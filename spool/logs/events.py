@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from spool.catalog import Located, Place
-from spool.errors import IntegrityError, NotFoundError
+from spool.errors import IntegrityError, ReleasedError, StorageError
 from spool.formats import records
 from spool.formats.frames import decode_event, scan
+from spool.logs.packs import GoneMark, marker_path
 from spool.logs.streams import log_path, records_path
 from spool.model.events import Event, Single, Transaction
 from spool.stores.local import map_os_error
 
 _FIRST_BYTES = 64 << 10
+
+ColdRecords = Callable[[str, int], bytes | None]
+"""Returns the records file of a pack from the cold root; None where no cold root is known."""
+
+Gone = Callable[[str, int], GoneMark | None]
+"""Returns when and why a pack was deleted; None where it was not."""
 
 
 def map_file(path: str) -> mmap.mmap:
@@ -30,12 +38,18 @@ def map_file(path: str) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def read_events(root: str, places: Sequence[Place]) -> list[Single]:
+def read_events(root: str, places: Sequence[Place], cold_records: ColdRecords, gone: Gone) -> list[Single]:
     """Return the whole events at ``places``, in their order; each file is opened once.
 
+    Args:
+        root: the hot root.
+        places: where they are.
+        cold_records: asked for packs that are not in the hot root.
+        gone: asked for packs that are not there, before it is called a loss.
+
     Raises:
-        NotFoundError: a pack is gone.
-        IntegrityError: a record is damaged.
+        ReleasedError: a pack was released or discarded, and deleted.
+        IntegrityError: a record is damaged, or a pack is lost.
         StorageError: one cannot be read.
     """
     packs: dict[tuple[str, int], list[int]] = {}
@@ -47,6 +61,8 @@ def read_events(root: str, places: Sequence[Place]) -> list[Single]:
         whole = _from_log(log_path(root, stream, pack), wanted)
         if whole is None:
             whole = _from_records(records_path(root, stream, pack), wanted)
+        if whole is None:
+            whole = _from_cold(root, stream, pack, wanted, cold_records, gone)
         found.update(zip(numbers, map(_inner, whole, wanted), strict=True))
     return [found[number] for number in range(len(places))]
 
@@ -95,13 +111,39 @@ def _payload_at(fd: int, path: str, offset: int) -> bytes:
         n_bytes *= 4
 
 
-def _from_records(path: str, places: Sequence[Place]) -> list[Event]:
+def _from_records(path: str, places: Sequence[Place]) -> list[Event] | None:
+    """Read from the sealed records; None where they are not in the hot root."""
     try:
         buffer = map_file(path)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} is gone: its pack was released or deleted", file=path) from error
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise map_os_error(error, what="read", path=path) from error
+    return _decode(buffer, path, places)
+
+
+def _from_cold(
+    root: str, stream: str, pack: int, places: Sequence[Place], cold_records: ColdRecords, gone: Gone
+) -> list[Event]:
+    where = f"pack {pack} of stream {stream}"
+    mark = gone(stream, pack)
+    if mark is not None:
+        at = "" if mark.at is None else time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(mark.at))
+        raise ReleasedError(
+            f"{where} was {mark.reason or 'released or discarded'} and deleted{at}", stream=stream, pack=pack
+        )
+    data = cold_records(stream, pack)
+    if data is not None:
+        return _decode(data, f"the records of {where} in the cold root", places)
+    if os.path.exists(marker_path(root, stream, pack, "cold")):
+        raise StorageError(f"{where} is in the cold root only; open the spool with spill=", stream=stream, pack=pack)
+    raise IntegrityError(
+        f"{records_path(root, stream, pack)} is lost: it is neither there nor marked as released; restore it",
+        stream=stream, pack=pack,
+    )  # fmt: skip
+
+
+def _decode(buffer: bytes | mmap.mmap, path: str, places: Sequence[Place]) -> list[Event]:
     if len(places) == 1:
         return [decode_event(records.one(buffer, places[0].seq))]
     payloads = records.decode(buffer)

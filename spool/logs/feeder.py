@@ -12,16 +12,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from spool.catalog import Catalog, DamagedError, LogItem, LogState, Place
-from spool.errors import IntegrityError, NotFoundError, SpoolError
+from spool.catalog import Catalog, DamagedError, LogItem, LogState, PackState, Place
+from spool.errors import IntegrityError, SpoolError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
-from spool.formats.shard import group_key, parse_group
 from spool.logs import events
-from spool.logs.cold import ColdFeeder
+from spool.logs.packs import Cold, GoneMark, StreamSizes, list_packs, pack_bytes, read_cold, read_gone
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
-from spool.stores.local import map_os_error, read_file
+from spool.stores.local import map_os_error
 
 log = logging.getLogger("spool.logs")
 
@@ -34,7 +33,17 @@ BATCH_EVENTS = 2000
 RACY_NS = 50_000_000
 """A folder changed less than this ago may change again without its time showing it."""
 
+COLD_RETRY_S = 5.0
+"""Between two attempts to read the events of evicted packs."""
+
 _LISTINGS = 3
+_BEFORE: dict[PackState, set[PackState | None]] = {
+    "sealed": {None, "open"},
+    "spilled": {None, "open", "sealed"},
+    "evicted": {None, "open", "sealed", "spilled"},
+}
+
+Kind = Literal["torn", "damaged", "short", "evicted"]
 
 Pack = tuple[str, int]
 
@@ -46,13 +55,14 @@ class Problem(Struct, frozen=True):
         stream: the stream's name.
         pack: number of the pack.
         kind: ``torn``: an unfinished frame of a killed writer, never acknowledged; ``damaged``: bytes that are no
-            event, before others or in a sealed pack; ``short``: fewer events than were there before.
+            event, before others or in a sealed pack; ``short``: fewer events than were there before; ``evicted``: its
+            events are in the cold root, and could not be read there.
         message: what is wrong and what to do.
     """
 
     stream: str
     pack: int
-    kind: Literal["torn", "damaged", "short"]
+    kind: Kind
     message: str
 
 
@@ -61,10 +71,12 @@ class _Known:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # held while the stream is looked at: others are not held up by its ingest
-        self.over = False  # its writer is gone and all its packs are sealed and known: nothing is ever added
         self.changed_ns: int | None = None
         self.logs: list[int] = []
         self.states: dict[int, LogState] = {}
+        self.tiers: dict[int, PackState] = {}
+        self.evicted: list[int] = []  # not fed yet
+        self.retry_at = 0.0
         self.stuck: dict[int, tuple[int, int]] = {}
 
 
@@ -72,20 +84,24 @@ class LogFeeder:
     """Feeds the catalog of a hot root from its streams; safe from many threads, processes, and after a fork.
 
     Args:
-        root: the hot root.
+        root: the hot root; empty where there is none, and then nothing is found.
         catalog: what is fed.
+        cold: the cold root, for packs that are no longer in the hot one; None where there is none.
+
+    Attributes:
+        shard_rows: returns R of each stored array of a stream of either root.
     """
 
-    def __init__(self, root: str, catalog: Catalog, cold: ColdFeeder | None = None) -> None:
+    def __init__(self, root: str, catalog: Catalog, cold: Cold | None = None) -> None:
         self._root = root
-        self._cold = cold
         self._catalog = catalog
+        self._cold = cold
+        self.shard_rows = StreamSizes(root, cold)
         self._reset()
 
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._sizes: dict[str, Mapping[str, int]] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -189,26 +205,12 @@ class LogFeeder:
             self._look(name, self._known.setdefault(name, _Known()))
 
     def _look(self, name: str, known: _Known) -> None:
-        if known.over:
-            return
         with known.lock:
             for _ in range(_LISTINGS):
                 if self._look_at(name, known):
                     break
                 # a log was sealed between listing and reading: list again
                 known.changed_ns = None
-
-    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
-        """Return R of each stored array of a stream of this root; None where it is not there."""
-        with self._own():
-            known = self._sizes.get(stream)
-        if known is None:
-            try:
-                data = read_file(f"{self._root}/{group_key(stream)}")
-            except NotFoundError:
-                return None
-            known = self._sizes[stream] = parse_group(data)[1].shard_rows
-        return known
 
     def stream_names(self) -> list[str]:
         """Return the names of the root's streams."""
@@ -244,27 +246,70 @@ class LogFeeder:
                 self._list(name, folder, known)
                 settled = time.time_ns() - changed_ns > RACY_NS
                 known.changed_ns = changed_ns if settled else None
-                known.over = settled and not known.logs and not is_live(self._root, name)
         except FileNotFoundError:
             self._drop(name)
             return True
+        if known.evicted and time.monotonic() >= known.retry_at:
+            self._feed_evicted(name, known)
         there = [self._feed_log(name, pack, known) for pack in known.logs]
         return all(there)
 
     def _list(self, name: str, folder: str, known: _Known) -> None:
-        packs: dict[str, set[int]] = {".log": set(), ".arrow": set()}
-        for file in os.listdir(folder):
-            number, ending = os.path.splitext(file)
-            if ending in packs and number.isdecimal():
-                packs[ending].add(int(number))
+        found = list_packs(folder)
         self._refresh(name, known)
-        known.logs = sorted(pack for pack in packs[".log"] if not known.states.get(pack, LogState()).sealed)
-        for pack in sorted(packs[".arrow"] - packs[".log"]):
-            if not known.states.get(pack, LogState()).sealed:
-                self._feed_sealed(name, pack, known)
+        for pack in sorted(found.gone):
+            if known.tiers.get(pack) != "gone":
+                self._forget_pack(name, pack, known)
+        logs, sealed = found.logs - found.gone, found.sealed - found.logs - found.gone
+        evicted = found.cold - found.sealed - found.logs - found.gone
+        known.logs = self._unknown(known, logs)
+        for pack in self._unknown(known, sealed):
+            self._feed_sealed(name, pack, known)
+        for pack in sorted(sealed):
+            self._mark(name, pack, known, "spilled" if pack in found.cold else "sealed")
+        for pack in sorted(evicted):
+            self._mark(name, pack, known, "evicted")
+        waiting = self._unknown(known, evicted)
+        if waiting != known.evicted:
+            known.evicted, known.retry_at = waiting, 0.0
+
+    @staticmethod
+    def _unknown(known: _Known, packs: set[int]) -> list[int]:
+        return sorted(pack for pack in packs if not known.states.get(pack, LogState()).sealed)
 
     def _refresh(self, name: str, known: _Known) -> None:
         known.states = {pack: state for (_, pack), state in self._catalog.offsets([name]).items()}
+        known.tiers = self._catalog.packs.states(name)
+
+    def _mark(self, name: str, pack: int, known: _Known, state: PackState) -> None:
+        """Say in which tiers a pack is, where the catalog does not know that yet."""
+        if known.tiers.get(pack) not in _BEFORE[state]:
+            return
+        if state == "sealed":
+            try:
+                sealed_at = os.stat(records_path(self._root, name, pack)).st_mtime
+            except FileNotFoundError:
+                return
+            self._catalog.packs.mark(
+                name, pack, state, hot_bytes=pack_bytes(self._root, name, pack), sealed_at=sealed_at
+            )
+        else:
+            mark = read_cold(self._root, name, pack)
+            self._catalog.packs.mark(
+                name, pack, state,
+                hot_bytes=mark.hot_bytes, stored_bytes=mark.stored_bytes, sealed_at=mark.sealed_at,
+            )  # fmt: skip
+        known.tiers[pack] = state
+
+    def _forget_pack(self, name: str, pack: int, known: _Known) -> None:
+        mark = read_gone(self._root, name, pack)
+        self._catalog.forget(
+            name, pack, at=mark.at if mark is not None else None, reason=mark.reason if mark is not None else None
+        )
+        known.states.pop(pack, None)
+        known.tiers[pack] = "gone"
+        with self._lock:
+            self._problems.pop((name, pack), None)
 
     # -- open packs --------------------------------------------------------------------------------------------------
 
@@ -317,7 +362,9 @@ class LogFeeder:
                 window *= 2
                 continue
             end = offset + frames.end
-            if not self._catalog.ingest(name, pack, start=state.offset, end=end, items=items):
+            if not self._catalog.ingest(
+                name, pack, start=state.offset, end=end, items=items, shard_rows=self.shard_rows
+            ):
                 return False
             state = known.states[pack] = LogState(end, state.n_events + len(items))
             if end >= size:
@@ -352,7 +399,7 @@ class LogFeeder:
                 text = f"bytes {offset} to {behind} are damaged, events follow; run recovery to save those"
                 self._report(name, pack, "damaged", text)
 
-    def _report(self, name: str, pack: int, kind: Literal["torn", "damaged", "short"], text: str) -> None:
+    def _report(self, name: str, pack: int, kind: Kind, text: str) -> None:
         problem = Problem(name, pack, kind, f"stream {name}, records of pack {pack}: {text}")
         if self._problems.get((name, pack)) != problem:
             log.warning("%s", problem.message)
@@ -373,6 +420,25 @@ class LogFeeder:
             return
         except OSError as error:
             raise map_os_error(error, what="read", path=path) from error
+        self._feed_rows(name, pack, known, payloads)
+
+    def _feed_evicted(self, name: str, known: _Known) -> None:
+        """Take in the events of packs that are in the cold root only."""
+        known.retry_at = time.monotonic() + COLD_RETRY_S
+        for pack in list(known.evicted):
+            if self._cold is None:
+                self._report(name, pack, "evicted", "its events are in the cold root; open the spool with spill=")
+                continue
+            try:
+                payloads = self._cold.events(name, pack)
+            except SpoolError as error:
+                self._report(name, pack, "evicted", f"its events are in the cold root: {error}")
+                continue
+            self._problems.pop((name, pack), None)
+            self._feed_rows(name, pack, known, payloads)
+            known.evicted.remove(pack)
+
+    def _feed_rows(self, name: str, pack: int, known: _Known, payloads: Sequence[bytes]) -> None:
         while not self._ingest_rows(name, pack, known, payloads):
             self._refresh(name, known)
 
@@ -393,7 +459,10 @@ class LogFeeder:
                 return True
             first += len(items)
             last = first >= len(payloads)
-            if not self._catalog.ingest(name, pack, start=state.offset, end=-1, items=items, sealed=last):
+            taken = self._catalog.ingest(
+                name, pack, start=state.offset, end=-1, items=items, sealed=last, shard_rows=self.shard_rows
+            )
+            if not taken:
                 return False
             state = known.states[pack] = LogState(-1, first, last)
             if last:
@@ -405,8 +474,8 @@ class LogFeeder:
         """Return the whole event at ``place``, with its messages.
 
         Raises:
-            NotFoundError: the pack is gone.
-            IntegrityError: the record is damaged.
+            ReleasedError: its pack was released or discarded, and deleted.
+            IntegrityError: the record is damaged or lost.
             StorageError: it cannot be read.
         """
         return self.read_events([place])[0]
@@ -415,9 +484,19 @@ class LogFeeder:
         """Return the whole events at ``places``, in their order; each file is opened once.
 
         Raises:
-            NotFoundError, IntegrityError, StorageError: as `read_event`.
+            ReleasedError, IntegrityError, StorageError: as `read_event`.
         """
-        return events.read_events(self._root, places)
+        return events.read_events(self._root, places, self._records, self._gone)
+
+    def _records(self, stream: str, pack: int) -> bytes | None:
+        return self._cold.records(stream, pack) if self._cold is not None else None
+
+    def _gone(self, stream: str, pack: int) -> GoneMark | None:
+        mark = read_gone(self._root, stream, pack)
+        if mark is None:
+            row = self._catalog.packs.get(stream, pack)
+            mark = GoneMark(row.gone_at, row.reason) if row is not None and row.state == "gone" else None
+        return mark
 
     def account(self) -> None:
         """Correct the catalog's account of room by the files' sizes: grants of killed writers end, lost ones return.

@@ -1,0 +1,161 @@
+"""What a stream's folder says of its packs: which files there are, and what the markers of the tiers hold."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from spool.errors import IntegrityError
+from spool.formats.shard import parse_group
+
+log = logging.getLogger("spool.logs")
+
+
+class Cold(Protocol):
+    """What a cold root is asked for while logs are fed and read. It raises what a store raises."""
+
+    def events(self, stream: str, pack: int) -> Sequence[bytes]:
+        """Return the events of a pack, as its manifest has them."""
+        ...
+
+    def records(self, stream: str, pack: int) -> bytes:
+        """Return the records file of a pack."""
+        ...
+
+    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
+        """Return R, the rows of a pack, of each stored array of a stream; None where there is no such stream."""
+        ...
+
+
+class Listing(NamedTuple):
+    """The packs of a stream by the files that they have in its ``records`` folder."""
+
+    logs: set[int]
+    sealed: set[int]
+    cold: set[int]
+    gone: set[int]
+
+
+class ColdMark(Struct, frozen=True):
+    """What is read of ``<n>.cold``: the pack is whole in the cold root."""
+
+    hot_bytes: int | None = None
+    stored_bytes: int | None = None
+    sealed_at: float | None = None
+
+
+class GoneMark(Struct, frozen=True):
+    """What ``<n>.gone`` says: when and why the pack was deleted."""
+
+    at: float | None = None
+    reason: str | None = None
+
+
+def marker_path(root: str, stream: str, pack: int, kind: str) -> str:
+    """Return where the marker ``cold`` or ``gone`` of a pack lies."""
+    return f"{root}/streams/{stream}/records/{pack}.{kind}"
+
+
+def list_packs(folder: str) -> Listing:
+    """Return the packs that have files in a ``records`` folder.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    found: dict[str, set[int]] = {".log": set(), ".arrow": set(), ".cold": set(), ".gone": set()}
+    for file in os.listdir(folder):
+        number, ending = os.path.splitext(file)
+        if ending in found and number.isdecimal():
+            found[ending].add(int(number))
+    return Listing(*found.values())
+
+
+def read_cold(root: str, stream: str, pack: int) -> ColdMark:
+    """Return what the marker of a spilled pack says; nothing where it cannot be read."""
+    return _read(marker_path(root, stream, pack, "cold"), ColdMark) or ColdMark()
+
+
+def read_gone(root: str, stream: str, pack: int) -> GoneMark | None:
+    """Return what the marker of a deleted pack says; None where there is none."""
+    path = marker_path(root, stream, pack, "gone")
+    return _read(path, GoneMark) or (GoneMark() if os.path.exists(path) else None)
+
+
+Mark = TypeVar("Mark", ColdMark, GoneMark)
+
+
+def _read(path: str, kind: type[Mark]) -> Mark | None:
+    try:
+        with open(path, "rb") as file:
+            return msgspec.json.decode(file.read(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s cannot be read, its numbers are left out: %s", path, error)
+        return None
+
+
+def pack_bytes(root: str, stream: str, pack: int) -> int:
+    """Return the bytes that the shards and records of a sealed pack take on disk."""
+    folder = f"{root}/streams/{stream}"
+    paths = [f"{folder}/records/{pack}.arrow"]
+    for entry in _folders(folder):
+        paths += [f"{at}/{name}" for at, _, names in os.walk(f"{folder}/{entry}/c/{pack}") for name in names]
+    return sum(map(_disk_bytes, paths))
+
+
+def _folders(folder: str) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_dir() and entry.name != "records"]
+
+
+def _disk_bytes(path: str) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+class StreamSizes:
+    """Rows of a pack of each array of any stream; streams are frozen, so each is read once.
+
+    Args:
+        root: the hot root.
+        cold: asked for streams that are not in it.
+    """
+
+    def __init__(self, root: str, cold: Cold | None) -> None:
+        self._root = root
+        self._cold = cold
+        self._known: dict[str, Mapping[str, int]] = {}
+
+    def __call__(self, stream: str) -> Mapping[str, int] | None:
+        """Return them by array; None where there is no such stream.
+
+        Raises:
+            StorageError: the cold root cannot be asked.
+        """
+        known = self._known.get(stream)
+        if known is None:
+            known = self._read(stream)
+            if known is not None:
+                self._known[stream] = known
+        return known
+
+    def _read(self, stream: str) -> Mapping[str, int] | None:
+        if "/" in stream or stream.startswith("."):
+            return None
+        path = f"{self._root}/streams/{stream}/zarr.json"
+        try:
+            with open(path, "rb") as file:
+                return parse_group(file.read())[1].shard_rows
+        except FileNotFoundError:
+            return self._cold.shard_rows(stream) if self._cold is not None else None
+        except IntegrityError as error:
+            log.warning("%s is damaged, so rows of other packs in this stream are not known: %s", path, error)
+            return None
