@@ -114,6 +114,10 @@ class Facts:
             self._require(session_id)
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
+    def withdraw(self, session_id: str) -> None:
+        """Record that a session is withdrawn, whoever recorded it."""
+        self._record(SessionDiscarded(session_id, time.time()))
+
     def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
         """See `Spool.release`."""
         by_session: dict[str, list[str]] = {}

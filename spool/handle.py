@@ -37,13 +37,16 @@ from spool.read.select import Tokens
 from spool.readers import Readers
 from spool.record import SuspendToken
 from spool.recorder import Recorder
+from spool.retention import Decision, Policy
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
+from spool.spiller.collect import Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller, read_status
+from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
@@ -449,12 +452,12 @@ class Spool:
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
         problems = self._feeds.catch_up(fresh=True)
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
-        return audit.verify(self._readers.store, recorded, deep=deep, progress=progress)
+        return audit.verify(self._hot_store("verify"), recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
         self._feeds.catch_up(fresh=True)
-        return audit.usage(self._readers.store, self._history.events())
+        return audit.usage(self._hot_store("usage"), self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
@@ -519,21 +522,62 @@ class Spool:
         finally:
             os.close(fd)
 
+    def gc(self, *, dry_run: bool = False) -> list[Decision]:
+        """Delete the packs that ``retention`` lets go, in the hot and the cold root.
+
+        From a hot root its own streams' packs; from a cold root all of them, which is for one process at a time.
+
+        Args:
+            dry_run: change nothing, only say.
+
+        Returns:
+            What happened, or would, to each sealed pack, and why.
+
+        Raises:
+            StorageError: a root failed; call it again.
+        """
+        self._feeds.catch_up(fresh=True)
+        collector = self._collector()
+        plan = collector.plan()
+        if not dry_run:
+            collector.run(plan)
+        return plan
+
+    def _collect(self) -> int:
+        collector = self._collector()
+        return collector.run(collector.plan())
+
+    def _collector(self) -> Collector:
+        config = self.config
+        return Collector(
+            config.root,
+            self._catalog,
+            self._feeds.cold,
+            Policy(released=config.retention.released, age_s=config.retention.age_s),
+            grace_s=config.grace_s,
+            withdraw=self._facts.withdraw,
+        )
+
+    def _hot_store(self, what: str) -> HotStore:
+        self._hot_root(what)
+        assert self._readers.store is not None
+        return self._readers.store
+
     def _hot_root(self, what: str) -> str:
         if self.config.root is None:
             raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
         return self.config.root
 
     def _spiller(self) -> Spiller:
-        assert self._readers.store is not None
         return Spiller(
             self.config,
             self._catalog,
             self._feeder,
             self._feeds.cold,
-            self._readers.store,
+            self._hot_store("a spiller works on"),
+            own=self._recorder.stream_names,
             expire=self.expire_idle,
-            collect=lambda: 0,
+            collect=self._collect,
         )
 
     # -- the handle itself -------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from spool.config import Config, search_roots
 from spool.errors import InputError, NotFoundError, SpoolError
 from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
-from spool.logs import markers
 from spool.logs.cold import gone_key
+from spool.logs.packs import GoneMark, parse_tombstone, read_gone
 from spool.model.fields import BUILT_IN
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
 from spool.read.cold import ColdTier
@@ -189,20 +189,20 @@ class Readers:
     def _cold_tier(self, objects: Objects) -> ColdTier:
         def deletion(stream: str, pack: int) -> Deletion | None:
             try:
-                gone = markers.parse_gone(objects.get(gone_key(stream, pack)), gone_key(stream, pack))
+                data = objects.get(gone_key(stream, pack))
             except NotFoundError:
                 return None
-            return Deletion(gone.at, gone.reason)
+            return _deletion(parse_tombstone(data, gone_key(stream, pack)))
 
         return ColdTier(objects, deletion, concurrency=self._config.cold_concurrency)
 
 
 def _hot_tier(store: HotStore) -> HotTier:
-    def deletion(stream: str, pack: int) -> Deletion | None:
-        gone = markers.read_gone(store.root, stream, pack)
-        return None if gone is None else Deletion(gone.at, gone.reason)
+    return HotTier(store, lambda stream, pack: _deletion(read_gone(store.root, stream, pack)))
 
-    return HotTier(store, deletion)
+
+def _deletion(gone: GoneMark | None) -> Deletion | None:
+    return None if gone is None else Deletion(gone.at or 0.0, gone.reason or "nobody said why")
 
 
 def _carries(ref: Ref, name: str) -> bool:

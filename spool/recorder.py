@@ -166,7 +166,7 @@ class Recorder:
             LockedError: another live process records this session.
         """
         # What this process records itself is known here, or in the index soon after it ended.
-        located = self._look_up(session_id, set() if own or session_id in self._ended else set(self._stream_names()))
+        located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
         if not located and token is not None:  # it may come from another node
             self._feeds.catch_up(fresh=True)
             located = self._catalog.session_events(session_id)
@@ -184,7 +184,7 @@ class Recorder:
             )
         if token is None and not own and not state.ended:
             self._check_unowned(session_id, {item.stream for item in located})
-        foreign = len(_openings(located, self._stream_names()))
+        foreign = len(_openings(located, self.stream_names()))
         return Recorded(state, self._message_tails(located), n_openings, foreign)
 
     def check_alone(self, session_id: str, n_foreign: int) -> None:
@@ -199,7 +199,7 @@ class Recorder:
         Raises:
             LockedError: another process did.
         """
-        own = self._stream_names()
+        own = self.stream_names()
         others = _openings(self._look_up(session_id, set(own)), own)
         if len(others) != n_foreign:
             raise LockedError(
@@ -277,7 +277,7 @@ class Recorder:
         if self._config.spill is not None:
             self._upkeep.watch(self._config.publish_interval_s)
         if self._timer is None:
-            self._timer = FeedTimer(self._feeder, self._stream_names)
+            self._timer = FeedTimer(self._feeder, self.stream_names)
         return create_stream(
             self._config.root,
             schema,
@@ -288,7 +288,8 @@ class Recorder:
             on_commit=self._timer.notify,
         )
 
-    def _stream_names(self) -> list[str]:
+    def stream_names(self) -> list[str]:
+        """Return the names of this process's streams."""
         return [writer.name for writer in list(self._writers.values())]
 
     def record(self, event: Event) -> None:

@@ -16,7 +16,7 @@ from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_group
-from spool.logs import markers
+from spool.logs.packs import parse_tombstone
 from spool.model.events import Event
 from spool.stores.objects import Objects
 
@@ -123,7 +123,7 @@ class ColdFeeder:
         for key in gone:
             pack = parse_gone_key(key)
             if pack is not None and key not in seen:
-                told = markers.parse_gone(self.objects.get(key), key)
+                told = parse_tombstone(self.objects.get(key), key)
                 self._catalog.forget(*pack, at=told.at, reason=told.reason)
                 self._catalog.packs.saw([key])
         lost = seen.difference(there, gone)

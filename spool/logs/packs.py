@@ -10,8 +10,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from spool.errors import IntegrityError
+from spool.errors import IntegrityError, NotFoundError
+from spool.formats.manifest import PackEntry, entry_json, parse_entry
 from spool.formats.shard import parse_group
+from spool.stores.local import read_file, write_atomic
 
 log = logging.getLogger("spool.logs")
 
@@ -50,10 +52,17 @@ class ColdMark(Struct, frozen=True):
 
 
 class GoneMark(Struct, frozen=True):
-    """What ``<n>.gone`` says: when and why the pack was deleted."""
+    """What ``<n>.gone`` says, and ``gone/<stream>-<n>`` in a cold root: when and why the pack was deleted.
+
+    Attributes:
+        at: seconds since the epoch.
+        reason: in words.
+        done: nothing is left of it in the cold root, where there is one.
+    """
 
     at: float | None = None
     reason: str | None = None
+    done: bool = False
 
 
 def marker_path(root: str, stream: str, pack: int, kind: str) -> str:
@@ -159,3 +168,45 @@ class StreamSizes:
         except IntegrityError as error:
             log.warning("%s is damaged, so rows of other packs in this stream are not known: %s", path, error)
             return None
+
+
+def write_cold(root: str, entry: PackEntry) -> None:
+    """Say, durably, that a pack is in the cold root, whole and verified.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    write_atomic(marker_path(root, entry.stream, entry.pack, "cold"), entry_json(entry))
+
+
+def read_entry(root: str, stream: str, pack: int) -> PackEntry | None:
+    """Return what ``<n>.cold`` says of a pack; None where there is no such marker.
+
+    Raises:
+        IntegrityError: it is torn.
+    """
+    try:
+        return parse_entry(read_file(marker_path(root, stream, pack, "cold")))
+    except NotFoundError:
+        return None
+
+
+def write_gone(root: str, stream: str, pack: int, gone: GoneMark) -> None:
+    """Say, durably, that a pack is deleted.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    write_atomic(marker_path(root, stream, pack, "gone"), msgspec.json.encode(gone))
+
+
+def parse_tombstone(data: bytes, where: str) -> GoneMark:
+    """Return what a cold root says of a deleted pack.
+
+    Raises:
+        IntegrityError: it is torn.
+    """
+    try:
+        return msgspec.json.decode(data, type=GoneMark)
+    except msgspec.DecodeError as error:
+        raise IntegrityError(f"{where} is torn: {error}; it said when a pack was deleted", file=where) from error

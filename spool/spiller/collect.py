@@ -6,23 +6,92 @@ Whoever is killed in between has decided all the same: the next collector goes o
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from spool.catalog import Catalog
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
 from spool.logs.cold import GONE, MANIFESTS, fact_key, gone_key, is_fact_stream, parse_gone_key
-from spool.logs.markers import Gone, parse_gone
+from spool.logs.packs import GoneMark, parse_tombstone
 from spool.points import reach
+from spool.retention import Decision, Policy, decide
+from spool.spiller.evict import delete
 from spool.stores.objects import Objects
 
 Pack = tuple[str, int]
 
 
-def bury(objects: Objects, pack: Pack, gone: Gone) -> None:
+class Collector:
+    """Deletes the packs that retention lets go.
+
+    Args:
+        root: the hot root, whose streams' packs are deleted; None for all packs of a cold root.
+        catalog: the index; forgets them.
+        cold: the cold root; None where there is none.
+        policy: what may be deleted.
+        grace_s: how long readers may finish before objects go.
+        withdraw: records that a session is withdrawn.
+    """
+
+    def __init__(
+        self,
+        root: str | None,
+        catalog: Catalog,
+        cold: ColdFeeder | None,
+        policy: Policy,
+        *,
+        grace_s: float,
+        withdraw: Callable[[str], object],
+    ) -> None:
+        self._root = root
+        self._catalog = catalog
+        self._cold = cold
+        self._policy = policy
+        self._grace_s = grace_s
+        self._withdraw = withdraw
+
+    def plan(self) -> list[Decision]:
+        """Return what would happen to each sealed pack that is this collector's to delete, in that order."""
+        packs = self._catalog.packs
+        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=time.time())
+        return [decision for decision in decisions if self._is_mine(decision.stream)]
+
+    def run(self, plan: Iterable[Decision]) -> int:
+        """Carry out a plan, and what earlier ones left; return how many packs went.
+
+        Raises:
+            SpoolError: a root failed; call it again.
+        """
+        n_gone = 0
+        for decision in plan:
+            if decision.go:
+                for session_id in decision.ends:
+                    self._withdraw(session_id)
+                self._delete((decision.stream, decision.pack), GoneMark(time.time(), decision.why))
+                n_gone += 1
+        if self._cold is not None:
+            for _ in finish(self._cold.objects, grace_s=self._grace_s, mine=self._is_mine):
+                pass
+        return n_gone
+
+    def _delete(self, pack: Pack, gone: GoneMark) -> None:
+        if self._cold is not None:
+            bury(self._cold.objects, pack, gone)
+        if self._root is not None:
+            delete(self._root, self._catalog, *pack, gone)
+        else:
+            self._catalog.forget(*pack, at=gone.at, reason=gone.reason)
+
+    def _is_mine(self, stream: str) -> bool:
+        return self._root is None or os.path.isdir(f"{self._root}/streams/{stream}")
+
+
+def bury(objects: Objects, pack: Pack, gone: GoneMark) -> None:
     """Put a tombstone: from now on the pack is deleted for everyone, and its objects may go.
 
     Raises:
@@ -46,13 +115,13 @@ def finish(objects: Objects, *, grace_s: float, mine: Callable[[str], bool]) -> 
     Raises:
         StorageError: the cold root failed; call it again.
     """
-    due: dict[str, dict[int, Gone]] = {}
+    due: dict[str, dict[int, GoneMark]] = {}
     for found in objects.list(GONE):
         pack = parse_gone_key(found.key)
         if pack is None or not mine(pack[0]):
             continue
-        gone = parse_gone(objects.get(found.key), found.key)
-        if not gone.done and time.time() - gone.at >= grace_s:
+        gone = parse_tombstone(objects.get(found.key), found.key)
+        if not gone.done and time.time() - (gone.at or 0.0) >= grace_s:
             due.setdefault(pack[0], {})[pack[1]] = gone
     manifests = [found.key for found in objects.list(MANIFESTS)] if due else []
     for stream, packs in due.items():

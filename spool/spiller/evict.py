@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from spool.catalog import Catalog
-from spool.logs.markers import Gone, gone_path, spilled_path, write_gone
+from spool.logs.packs import GoneMark, marker_path, write_gone
 from spool.logs.streams import records_path
 from spool.points import reach
 from spool.write.folder import open_folder, unlink_quietly
@@ -20,24 +20,24 @@ def evict(root: str, catalog: Catalog, stream: str, pack: int) -> None:
     Raises:
         SpoolError: the stream's folder or the catalog cannot be used.
     """
-    assert os.path.exists(spilled_path(root, stream, pack)), f"pack {pack} of {stream} is not in the cold root"
+    assert os.path.exists(marker_path(root, stream, pack, "cold")), f"pack {pack} of {stream} is not in the cold root"
     n_bytes = _remove_files(root, stream, pack)
     reach("evict.removed")
     catalog.packs.mark(stream, pack, "evicted")
     catalog.settle(stream, n_bytes)
 
 
-def delete(root: str, catalog: Catalog, stream: str, pack: int, gone: Gone) -> None:
+def delete(root: str, catalog: Catalog, stream: str, pack: int, gone: GoneMark) -> None:
     """Delete a pack from the hot root for good. May break off anywhere; once it is marked it is always completed.
 
     Raises:
         SpoolError: the stream's folder or the catalog cannot be used.
     """
-    if not os.path.exists(gone_path(root, stream, pack)):
+    if not os.path.exists(marker_path(root, stream, pack, "gone")):
         write_gone(root, stream, pack, gone)
     reach("delete.marked")
     n_bytes = _remove_files(root, stream, pack)
-    unlink_quietly(spilled_path(root, stream, pack))
+    unlink_quietly(marker_path(root, stream, pack, "cold"))
     reach("delete.removed")
     catalog.forget(stream, pack, at=gone.at, reason=gone.reason)
     catalog.settle(stream, n_bytes)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import msgspec
@@ -18,6 +18,7 @@ from spool.errors import IntegrityError, SpoolError
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
+from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.evict import evict
 from spool.spiller.plan import packs_to_spill
 from spool.spiller.upload import Uploader
@@ -82,6 +83,7 @@ class Spiller:
         feeder: feeds it from the root.
         cold: feeds it from the cold root; None where there is none.
         store: the root's bytes.
+        own: returns the streams of this very process, which needs no spiller for itself.
         expire: ends idle sessions of dead writers.
         collect: deletes what retention lets go; returns how many packs.
     """
@@ -94,6 +96,7 @@ class Spiller:
         cold: ColdFeeder | None,
         store: HotStore,
         *,
+        own: Callable[[], Collection[str]],
         expire: Callable[[], object],
         collect: Callable[[], int],
     ) -> None:
@@ -103,6 +106,7 @@ class Spiller:
         self._catalog = catalog
         self._feeder = feeder
         self._cold = cold
+        self._own = own
         self._expire = expire
         self._collect = collect
         self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
@@ -208,11 +212,19 @@ class Spiller:
         )
 
     def _make_room(self) -> bool:
-        taken, plan = self._taken(), []
+        taken, plan = self._taken(), list[Eviction]()
         if taken > self._limit(HIGH):
-            plan = [(row.stream, row.pack) for row in self._catalog.packs.rows("spilled")]
-        for stream, pack in plan:
-            evict(self._root, self._catalog, stream, pack)
+            packs, now = self._catalog.packs, time.time()
+            plan = eviction_plan(
+                packs.uses(),
+                over(packs.sessions(), now=now),
+                used=taken,
+                high=int(self._limit(HIGH)),
+                low=int(self._limit(LOW)),
+                limit=self._config.hot_bytes or 0,
+            )
+        for item in plan:
+            evict(self._root, self._catalog, item.stream, item.pack)
         self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))
         return bool(plan)
 
@@ -226,7 +238,8 @@ class Spiller:
 
     def _is_needed(self) -> bool:
         """Whether a writer lives, which may seal a pack at any time."""
-        return any(is_live(self._root, name) for name in self._feeder.stream_names())
+        own = self._own()
+        return any(is_live(self._root, name) for name in self._feeder.stream_names() if name not in own)
 
     def _say(self, *, error: str | None) -> None:
         damaged = tuple(f"pack {pack} of {stream}: {text}" for (stream, pack), text in self._damaged.items())

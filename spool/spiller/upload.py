@@ -19,7 +19,7 @@ from spool.formats.cold_arrays import Codec, ColdLayout
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_attributes, parse_rows, shard_key
 from spool.logs.cold import manifest_key, records_key
-from spool.logs.markers import read_spilled, write_spilled
+from spool.logs.packs import read_entry, write_cold
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.points import reach
@@ -93,7 +93,7 @@ class Uploader:
             self._objects.put(manifest_key(pack.entry), manifest.encode([pack]))
         reach("spill.manifest")
         for pack in sent:
-            write_spilled(self._root, pack.entry)
+            write_cold(self._root, pack.entry)
             reach("spill.marked")
             stream.entries[pack.entry.pack] = pack.entry
         return [pack.entry for pack in sent]
@@ -108,7 +108,7 @@ class Uploader:
         except NotFoundError:
             data = self._group(folder, first)
             self._objects.put(group_key(name), data)
-        known = {pack: read_spilled(self._root, name, pack) for pack in packs_of(folder, ".cold")}
+        known = {pack: read_entry(self._root, name, pack) for pack in packs_of(folder, ".cold")}
         entries = {pack: entry for pack, entry in known.items() if entry is not None}
         return Stream(folder, cold_arrays.parse_cold_group(data)[1], entries)
 
