@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from s3_server import S3Server
 
 SOAK = int(os.environ.get("SPOOL_SOAK", "1"))
 """How many times more the randomised tests try; 1 in CI."""
@@ -69,3 +71,20 @@ def shared_data():
             f"the real data that this test reads is not at {path}: put it there, or name its folder in SPOOL_TEST_DATA"
         )
     return path
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A real S3 server of this run's own; a machine where it does not start fails here."""
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_url(s3_server, monkeypatch):
+    """The URL of an empty bucket's prefix; the standard AWS variables lead there."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    bucket = f"bucket-{secrets.token_hex(4)}"
+    s3_server.make_bucket(bucket)
+    return f"s3://{bucket}/run"

@@ -24,8 +24,8 @@ from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS, FieldSpec, Layout
 from spool.model.moe import MoEShape
 from spool.model.refs import Extent, Inline, SegmentRef, Span, StepRef, Unit
 from spool.read.fetch import Workers
-from spool.read.locate import files
 from spool.read.hot import HotTier
+from spool.read.locate import files
 from spool.read.reader import Reader
 from spool.read.sample import Ragged
 from spool.stores.hot import HotStore

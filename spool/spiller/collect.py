@@ -16,7 +16,7 @@ from spool.catalog import Catalog
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
-from spool.logs.cold import GONE, MANIFESTS, fact_key, gone_key, is_fact_stream, parse_gone_key
+from spool.logs.cold import GONE, MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, parse_gone_key
 from spool.logs.packs import GoneMark, parse_tombstone
 from spool.points import reach
 from spool.retention import Decision, Policy, decide

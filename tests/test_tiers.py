@@ -1,0 +1,132 @@
+"""Hot and cold root together: publish, read from anywhere, evict, release, collect."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tiers import assert_same, record, wait_for
+
+import spool
+
+
+@pytest.fixture(params=["file", "s3"])
+def cold(request, tmp_path):
+    """The URL of a cold root that does not exist yet: on a shared folder, and on a real S3."""
+    if request.param == "file":
+        return f"file://{tmp_path}/cold"
+    return request.getfixturevalue("s3_url")
+
+
+@pytest.fixture
+def open_pair(tmp_path, cold):
+    """Open a hot root that spills to `cold`; closed after the test."""
+    opened = []
+
+    def open_(name="hot", **options):
+        query = "&".join(f"{key}={value}" for key, value in {"spill": cold, **options}.items())
+        opened.append(spool.open(f"file://{tmp_path}/{name}?{query}"))
+        return opened[-1]
+
+    yield open_
+    for sp in reversed(opened):
+        sp.close()
+
+
+def test_what_was_published_reads_the_same_from_everywhere(open_pair, cold, tmp_path):
+    sp = open_pair()
+    segments = [ref for number in range(4) for ref in record(sp, f"u{number}", group_id="g", seed=number)]
+    sp.annotate("u1", reward=0.5)
+    wanted = sp.read(segments)
+    sp.publish(segments, timeout_s=60)
+
+    with spool.open(cold) as there:
+        assert_same(there.read(segments), wanted)
+        assert [row.session_id for row in there.sessions("reward > 0.4")] == ["u1"]
+        assert [ref.id for ref in there.segments()] == [ref.id for ref in segments]
+        assert there.messages(segments[0]) == sp.messages(segments[0])
+        part = there.read(segments[2], fields=["routed_experts"], tokens=slice(30, 90), layers=slice(2, 4))
+        assert (part["routed_experts"] == wanted[2]["routed_experts"][30:90, 2:4]).all()
+
+    code = (
+        "import pickle,sys,spool\n"
+        "refs,location=pickle.load(sys.stdin.buffer)\n"
+        "sys.stdout.buffer.write(pickle.dumps([dict(s) for s in spool.open(location,readonly=True).read(refs)]))"
+    )
+    for location in (cold, str(tmp_path / "hot")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps((segments, location)), capture_output=True, check=True
+        )
+        assert_same(pickle.loads(done.stdout), wanted)
+
+    sp.close()
+    shutil.rmtree(tmp_path / "hot")
+    with spool.open(cold) as there:
+        assert_same(there.read(segments), wanted)
+
+
+def test_evicted_packs_are_read_from_the_cold_root_unnoticed(open_pair, cold, tmp_path):
+    sp = open_pair()
+    segments = record(sp, "a")
+    wanted = sp.read(segments)
+    messages = sp.messages(segments[0])
+    sp.publish(segments, timeout_s=60)
+    (row,) = sp._catalog.packs.rows("spilled")
+    from spool.spiller.evict import evict
+
+    evict(str(tmp_path / "hot"), sp._catalog, row.stream, row.pack)
+    assert not any(name.endswith("0/0/0") for name in os.listdir(tmp_path / "hot" / "streams" / row.stream))
+    live = record(sp, "b")
+    assert_same(sp.read(segments), wanted)
+    assert len(sp.read([*segments, *live])) == 2
+    assert sp.messages(segments[0]) == messages
+    before = sp._catalog.dump()
+    sp.rebuild()
+    assert sp._catalog.dump() == before
+    assert_same(sp.read(segments), wanted)
+
+
+def test_released_packs_go_and_say_so(open_pair, cold):
+    sp = open_pair(grace_s=0.001)
+    gone, kept = record(sp, "a"), record(sp, "b")
+    sp.publish([*gone, *kept], timeout_s=60)
+    sp.flush()
+    late = record(sp, "c")
+    sp.publish(late, timeout_s=60)
+    sp.release([*gone, *kept])
+    sp.flush()
+    plan = {(item.pack, item.go) for item in sp.gc(dry_run=True)}
+    assert (0, True) in plan
+    assert sp.read(gone[0])
+    sp.gc()
+    sp.gc()
+    with pytest.raises(spool.ReleasedError, match="deleted"):
+        sp.read(gone[0])
+    assert sp.read(late)
+    with spool.open(cold) as there:
+        with pytest.raises(spool.ReleasedError, match="deleted"):
+            there.read(gone[0])
+        assert [row.session_id for row in there.sessions()] == ["c"]
+        assert there.read(late)
+
+
+def test_a_trainer_without_a_hot_root_annotates_and_releases(open_pair, cold):
+    sp = open_pair()
+    segments = record(sp, "a")
+    sp.publish(segments, timeout_s=60)
+    with spool.open(cold) as trainer:
+        trainer.annotate("a", reward=2.0)
+        trainer.release(segments, tag="ckpt-1")
+        trainer.checkpointed("ckpt-1")
+        assert trainer.find_session("a").reward == 2.0
+        with pytest.raises(spool.SessionStateError, match="hot root"):
+            trainer.session("new").append(prompt_token_ids=[1], response_token_ids=[2])
+    with spool.open(cold, readonly=True) as other:
+        assert other.find_session("a").reward == 2.0
+        with pytest.raises(spool.SessionStateError):
+            other.annotate("a", reward=1.0)
+    wait_for(lambda: [row.reward for row in sp.sessions()] == [2.0], what="the trainer's fact")
