@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import pytest
+from hostile_s3 import HostileS3
 from hypothesis import HealthCheck, settings
+from s3_server import S3Server
 
 SOAK = int(os.environ.get("SPOOL_SOAK", "1"))
 """How many times more the randomised tests try; 1 in CI."""
@@ -58,6 +61,30 @@ def shared_sp(tmp_path_factory):
 
     with spool.open(str(tmp_path_factory.mktemp("shared") / "spool")) as sp:
         yield sp
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A real S3 server, the same for all tests of a process."""
+    with S3Server() as server:
+        server.make_bucket("spool")
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3_server, monkeypatch):
+    """The URL of an empty cold root on the S3 server; its endpoint and keys are in the environment."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://spool/{secrets.token_hex(4)}/root"
+
+
+@pytest.fixture
+def hostile(s3_server, s3_root, monkeypatch):
+    """A proxy in front of the S3 server that does harm when told; the environment leads to it."""
+    with HostileS3(s3_server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
 
 
 @pytest.fixture(scope="session")

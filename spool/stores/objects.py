@@ -58,7 +58,9 @@ class Objects(Protocol):
     def url(self) -> str: ...  # noqa: D102
 
     def get(self, key: str) -> bytes:
-        """Return the whole object, one version of it. It is looked up first: who knows its size calls `get_range`.
+        """Return the whole object, one version of it.
+
+        It is looked up afterwards to see that this is all: who knows its size calls `get_range`, which is one request.
 
         Raises:
             NotFoundError: there is none.

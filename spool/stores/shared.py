@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from urllib.parse import quote
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError
 from spool.stores.local import map_os_error, sync_dir, write_atomic
@@ -44,7 +45,7 @@ class SharedFolder:
     @property
     def url(self) -> str:
         """The folder as a URL."""
-        return f"file://{self._folder}"
+        return f"file://{quote(self._folder)}"
 
     def get(self, key: str) -> bytes:
         """Return the whole file; see `Objects.get`."""
@@ -168,7 +169,7 @@ class SharedFolder:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files, and the folders that are empty then; see `Objects.delete`."""
-        for key in keys:
+        for key in [check_key(key) for key in keys]:
             path, began = self._path(key), time.monotonic()
             try:
                 os.unlink(path)
