@@ -16,7 +16,7 @@ import pytest
 from objects_workers import die_in_rename, die_in_upload, digest, inherit, pooled, read_and_leave
 
 from spool.errors import CapacityError, ConfigError, IntegrityError, StorageError
-from spool.stores import local, shared
+from spool.stores import local, remote, s3, shared
 from spool.stores.objects import PIECE_BYTES, open_objects
 from spool.testing.objects import ObjectsConformance
 
@@ -100,6 +100,15 @@ def test_a_forked_child_that_leaves_does_no_harm_to_its_parents_connections(s3_r
         assert time.monotonic() - began < 10
     store.close()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("how", ["use", "forget"])
+def test_a_forked_child_that_ends_like_any_program_does_no_harm_either(how, s3_root):
+    program = Path(__file__).with_name("objects_fork.py")
+    done = subprocess.run(
+        [sys.executable, program, s3_root, how], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_child_forked_while_others_read_is_not_stuck(s3_root):
@@ -245,6 +254,46 @@ def test_links_and_odd_files_are_no_objects(tmp_path):
     assert [info.key for info in store.list("")] == ["a/k"]
     store.delete(["a/k"])
     assert (tmp_path / "root/a").is_dir()
+
+
+# ------------------------------------------------------------------------------------------- more than one page
+
+
+def test_listings_deletes_and_sweeps_of_many_pages(s3_root, monkeypatch):
+    call = s3.S3Wire._call
+
+    def small_pages(self, timeout_s, method, **arguments):
+        arguments |= {"list_objects_v2": {"MaxKeys": 3}, "list_multipart_uploads": {"MaxUploads": 1}}.get(method, {})
+        calls.append(method)
+        return call(self, timeout_s, method, **arguments)
+
+    calls = []
+    monkeypatch.setattr(s3.S3Wire, "_call", small_pages)
+    monkeypatch.setattr(remote, "_MOST_KEYS", 4)
+    store = open_objects(s3_root)
+    keys = [f"p/{i:02}" for i in range(10)]
+    for key in keys:
+        store.put(key, b"x")
+    assert [info.key for info in store.list("p/")] == keys
+    assert calls.count("list_objects_v2") == 4
+    store.delete(keys)
+    assert calls.count("delete_objects") == 3
+    assert store.list("") == []
+    for i in range(3):
+        store._wire.begin(f"p/{i}", 10)
+    assert store.abort_stale_uploads(0) == 3
+    assert store.abort_stale_uploads(0) == 0
+    store.close()
+
+
+def test_a_delete_that_is_refused_for_one_key_says_so(s3_root, monkeypatch):
+    store = open_objects(s3_root)
+    answer = {"Errors": [{"Key": "x", "Code": "AccessDenied", "Message": "no"}]}
+    monkeypatch.setattr(s3.S3Wire, "_call", lambda *_, **__: answer)
+    with pytest.raises(StorageError, match=r"AccessDenied.*credentials"):
+        store.delete(["k"])
+    answer["Errors"][0]["Code"] = "NoSuchKey"
+    store.delete(["k"])
 
 
 # ---------------------------------------------------------------------------------------------- URLs and keys

@@ -86,7 +86,8 @@ class Objects(Protocol):
     def put(self, key: str, data: Data) -> None:
         """Put ``data`` at ``key``, in place of what is there; it is durable on return.
 
-        Memory for at most four pieces of `PIECE_BYTES` is taken beside ``data``.
+        Memory for at most four pieces of `PIECE_BYTES` is taken beside ``data``; in a store that takes objects only
+        whole, and ``data`` only as bytes, a copy of anything else.
 
         Raises:
             CapacityError: no room.
@@ -131,7 +132,7 @@ def open_objects(
 
     Args:
         url: ``file:///folder`` on a shared file system, ``s3://bucket/prefix``, or another URL that fsspec knows.
-        concurrency: requests at once, of all callers in a process together.
+        concurrency: requests at once of a call; for ``s3://`` also connections of a process.
         deadline_s: how long a single request is tried again.
         verify: ``size`` reads the size back after a put, ``always`` all bytes.
         observer: told of every request.

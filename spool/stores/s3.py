@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import ctypes
 import hashlib
 import os
 import weakref
@@ -49,6 +50,22 @@ _TRANSIENT = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest
 _UNSUPPORTED = 501
 
 
+_open: weakref.WeakSet[_Client] = weakref.WeakSet()
+
+
+def _never_destroy_inherited() -> None:
+    """In a forked child, leak the clients of its parent.
+
+    Destroying one, at the latest when the interpreter ends, takes its sockets out of the epoll set that the child
+    shares with its parent, whose requests would then hear nothing any more.
+    """
+    for client in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+os.register_at_fork(after_in_child=_never_destroy_inherited)
+
+
 class _Client:
     """An S3 client of one process, on the process's I/O loop."""
 
@@ -73,6 +90,7 @@ class _Client:
         )
         self._connected = False
         self._end = weakref.finalize(self, _shut, self.fs, self.loop, self.pid)
+        _open.add(self)
 
     async def _connect(self) -> None:
         client = await self.fs.set_session()

@@ -186,6 +186,19 @@ class ObjectsConformance:
             list(pool.map(work, range(8)))
         assert len(store.list("")) == 32
 
+    def test_puts_and_deletes_under_one_prefix_do_not_meet(self, store: Objects) -> None:
+        """The last object of a prefix goes while the next one comes."""
+
+        def work(i: int) -> None:
+            for _ in range(15):
+                store.put(f"one/place/{i}", b"x")
+                assert store.get(f"one/place/{i}") == b"x"
+                store.delete([f"one/place/{i}"])
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(work, range(3)))
+        assert store.list("") == []
+
     def test_a_closed_store_opens_again(self, store: Objects) -> None:
         """`close` lets connections go, nothing else; twice is fine."""
         store.put("k", b"x")
