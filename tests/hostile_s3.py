@@ -22,7 +22,8 @@ class Fault:
     Attributes:
         action: ``delay`` (by ``n`` seconds), ``drop`` (no answer), ``mute`` (done, but no answer), ``cut`` (close
             the body ``n`` bytes early), ``short`` (``n`` bytes fewer, said to be all), ``long`` (``n`` bytes more),
-            ``stall`` (half the body, then nothing), ``corrupt`` (change a byte of what is uploaded), or a status.
+            ``stall`` (half the body, then nothing), ``corrupt`` (change a byte of what is uploaded), ``garble`` (change
+            a byte of the answer), or a status.
         method: of the requests it is for; empty for all.
         part: text that their path and query contain.
         n: see there.
@@ -124,11 +125,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._hang_up()
         if action == "short":
             data = data[: len(data) - int(fault.n)]
+        if action == "garble" and data:
+            data = data[:-1] + bytes([data[-1] ^ 1])
         if action == "long":
             data += b"x" * int(fault.n)
         size = len(data)
         if self.command == "HEAD":
-            size = next((value for name, value in headers if name.lower() == "content-length"), 0)
+            size = int(next((value for name, value in headers if name.lower() == "content-length"), 0))
+            size -= int(fault.n) if action == "short" else 0
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in HOP_BY_HOP:

@@ -46,7 +46,8 @@ def test_a_read_is_tried_again_with_a_fresh_request(store, hostile, caplog, acti
 
 @pytest.mark.parametrize("action", ["drop", "cut", "short", "long", 500, 503])
 def test_every_call_gets_over_a_bad_spell(store, hostile, action):
-    for method in ("GET", "HEAD", "PUT", "POST"):
+    # one that cuts a body and in the same breath lies about the object's size cannot be found out
+    for method in ("GET", "PUT", "POST", *(["HEAD"] if action != "short" else [])):
         hostile.fault(action, method, times=2)
     assert store.get("k") == DATA
     assert b"".join(store.get_ranges(WHOLE)) == DATA
@@ -163,6 +164,26 @@ def test_credentials_revoked_half_way_are_said_at_once(store, hostile, caplog):
     assert store.abort_stale_uploads(0) == 1
     store.put("m", b"again")
     assert store.get("m") == b"again"
+
+
+@pytest.mark.parametrize("size", [1000, PIECE_BYTES + 1])
+def test_an_upload_that_does_not_read_back_equal_is_removed(s3_root, hostile, store, size):
+    checked = open_objects(s3_root, verify="always")
+    hostile.fault("garble", "GET", part="/m", after=size > PIECE_BYTES)
+    store.put("m", bytes(size))  # its size is right, and no more is looked at
+    assert hostile.count("GET") == 0
+    with pytest.raises(IntegrityError, match=r"/root/m.*removed"):
+        checked.put("m", bytes(size))
+    assert store.info("m") is None
+    hostile.heal()
+    hostile.fault("short", "HEAD", n=1)
+    with pytest.raises(IntegrityError, match=rf"{size - 1} bytes, expected {size}"):
+        store.put("m", bytes(size))
+    hostile.heal()
+    assert store.info("m") is None
+    checked.put("m", bytes(size))
+    assert store.get("m") == bytes(size)
+    checked.close()
 
 
 @pytest.mark.parametrize("part", ["partNumber=3", "uploadId"])

@@ -39,12 +39,6 @@ class TestS3(ObjectsConformance):
         return lambda: open_objects(s3_root)
 
 
-class TestS3Verified(ObjectsConformance):
-    @pytest.fixture
-    def open_store(self, s3_root):
-        return lambda: open_objects(f"{s3_root}/", verify="always", concurrency=2)
-
-
 class TestMemory(ObjectsConformance):
     @pytest.fixture
     def open_store(self):

@@ -155,19 +155,17 @@ class ObjectsConformance:
         assert store.get(keys[0]) == b"again"
         store.delete([])
 
-    @pytest.mark.parametrize(
-        "key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", ".hidden", "a/.b", "a\\b", "a\0b"]
-    )
-    def test_bad_keys_are_refused(self, store: Objects, key: str) -> None:
+    def test_bad_keys_are_refused(self, store: Objects) -> None:
         """Before anything is asked of the store."""
         store.put("a", b"x")
-        calls = (
-            lambda: store.put(key, b"x"), lambda: store.get(key), lambda: store.get_range(key, 0, 1),
-            lambda: store.info(key), lambda: store.delete(["a", key]),
-        )  # fmt: skip
-        for call in calls:
-            with pytest.raises(InputError, match="key"):
-                call()
+        for key in ("", "/a", "a/", "a//b", "../a", "a/../b", "./a", ".hidden", "a/.b", "a\\b", "a\0b"):
+            calls: tuple[Callable[[str], object], ...] = (
+                lambda key: store.put(key, b"x"), store.get, lambda key: store.get_range(key, 0, 1), store.info,
+                lambda key: store.delete(["a", key]),
+            )  # fmt: skip
+            for call in calls:
+                with pytest.raises(InputError, match="key"):
+                    call(key)
         assert store.get("a") == b"x"
 
     def test_many_threads_at_once(self, store: Objects) -> None:
