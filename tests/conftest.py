@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 import pytest
+from hostile_s3 import HostileS3
 from hypothesis import HealthCheck, settings
 from s3_server import S3Server
 
@@ -63,6 +64,30 @@ def shared_sp(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def s3_server():
+    """A real S3 server, the same for all tests of a process."""
+    with S3Server() as server:
+        server.make_bucket("spool")
+        yield server
+
+
+@pytest.fixture
+def s3_root(s3_server, monkeypatch):
+    """The URL of an empty cold root on the S3 server; its endpoint and keys are in the environment."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://spool/{secrets.token_hex(4)}/root"
+
+
+@pytest.fixture
+def hostile(s3_server, s3_root, monkeypatch):
+    """A proxy in front of the S3 server that does harm when told; the environment leads to it."""
+    with HostileS3(s3_server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+@pytest.fixture(scope="session")
 def shared_data():
     """The folder of real data; a run without it fails here and says so."""
     path = Path(os.environ.get("SPOOL_TEST_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
@@ -71,20 +96,3 @@ def shared_data():
             f"the real data that this test reads is not at {path}: put it there, or name its folder in SPOOL_TEST_DATA"
         )
     return path
-
-
-@pytest.fixture(scope="session")
-def s3_server():
-    """A real S3 server of this run's own; a machine where it does not start fails here."""
-    with S3Server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3_url(s3_server, monkeypatch):
-    """The URL of an empty bucket's prefix; the standard AWS variables lead there."""
-    for name, value in s3_server.environment().items():
-        monkeypatch.setenv(name, value)
-    bucket = f"bucket-{secrets.token_hex(4)}"
-    s3_server.make_bucket(bucket)
-    return f"s3://{bucket}/run"

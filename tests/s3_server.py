@@ -99,9 +99,10 @@ class S3Server:
         while time.monotonic() < deadline and self._process.poll() is None:
             with contextlib.suppress(OSError, http.client.HTTPException):
                 connection = http.client.HTTPConnection(self.endpoint.removeprefix("http://"), timeout=5)
-                connection.request("GET", "/minio/health/live")
-                if connection.getresponse().status == 200:
-                    return True
+                with contextlib.closing(connection):
+                    connection.request("GET", "/minio/health/live")
+                    if connection.getresponse().status == 200:
+                        return True
             time.sleep(0.05)
         return False
 
@@ -141,4 +142,4 @@ class S3Server:
         import s3fs
 
         fs = s3fs.S3FileSystem(endpoint_url=self.endpoint, key=self.key, secret=self.secret, skip_instance_cache=True)
-        fs.mkdir(name)
+        fs.call_s3("create_bucket", Bucket=name)

@@ -19,7 +19,7 @@ def cold(request, tmp_path):
     """The URL of a cold root that does not exist yet: on a shared folder, and on a real S3."""
     if request.param == "file":
         return f"file://{tmp_path}/cold"
-    return request.getfixturevalue("s3_url")
+    return request.getfixturevalue("s3_root")
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from spool.errors import NotFoundError, SpoolError, StorageError
 from spool.stores.objects import ObjectInfo
 from spool.stores.retry import TransientError
 from spool.stores.threads import PerProcess
-from spool.stores.wire import CHECK_RIGHTS, CHECK_SERVER, ChangedError, Version
+from spool.stores.wire import CHECK_RIGHTS, CHECK_SERVER, Version, Whole
 
 # a put appears as a whole there; elsewhere it is written under another name first
 _WHOLE_PUTS = frozenset({"memory", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos", "obs", "hf"})
-_FOR_GOOD = (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class FsspecWire:
@@ -43,15 +43,19 @@ class FsspecWire:
         fs, root = self._systems.get()
         return fs, f"{root}/{key}"
 
-    def read(self, key: str, start: int, stop: int, tag: str | None, timeout_s: float) -> bytes:
-        """Return a range."""
+    def read(self, key: str, start: int, stop: int, tag: str | None, timeout_s: float) -> bytes:  # noqa: ARG002
+        """Return a range of whatever version is there."""
         fs, path = self._at(key)
         data: bytes = fs.cat_file(path, start=start, end=stop)
-        if tag is not None:
-            now = self.stat(key, timeout_s)
-            if now is None or now.tag != tag:
-                raise ChangedError
         return data
+
+    def read_whole(self, key: str, most_bytes: int, timeout_s: float) -> Whole:  # noqa: ARG002
+        """Return an object of any size."""
+        fs, path = self._at(key)
+        version = self.stat(key, timeout_s)
+        if version is None:
+            raise FileNotFoundError(key)
+        return Whole(fs.cat_file(path), version.info.size, version.tag)
 
     def write(self, key: str, data: bytes, timeout_s: float) -> None:  # noqa: ARG002
         """Put a whole object, where the store does not do so under its name only when it is complete."""
@@ -75,7 +79,7 @@ class FsspecWire:
         fs, path = self._at(key)
         try:
             found = fs.info(path)
-        except FileNotFoundError:
+        except _ABSENT:
             return None
         if found.get("type") != "file":
             return None
@@ -105,7 +109,7 @@ class FsspecWire:
         """Delete objects one by one."""
         for key in keys:
             fs, path = self._at(key)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(*_ABSENT):
                 fs.rm_file(path)
 
     def begin(self, key: str, timeout_s: float) -> str:
@@ -137,11 +141,11 @@ class FsspecWire:
         """Sort an error of the file system by its class and, where it has one, its HTTP status."""
         name = type(error).__name__
         status = _http_status(error)
-        if isinstance(error, FileNotFoundError) or status == 404:
+        if isinstance(error, _ABSENT) or status == 404:
             return NotFoundError(f"cannot {what}: there is no such object", key=key)
         if isinstance(error, PermissionError) or status in (401, 403):
             return StorageError(f"cannot {what}: it is not allowed ({name}); {CHECK_RIGHTS}", key=key)
-        lasting = isinstance(error, _FOR_GOOD) or (400 <= status < 500 and status not in (408, 429))
+        lasting = isinstance(error, FileExistsError) or (400 <= status < 500 and status not in (408, 429))
         if lasting or not (status or isinstance(error, OSError | EOFError | TimeoutError)):
             return StorageError(f"cannot {what}: the client failed ({name}); check the URL and its options", key=key)
         return TransientError(f"the request failed ({name})", kind=StorageError, advice=CHECK_SERVER, key=key)

@@ -58,7 +58,9 @@ class Objects(Protocol):
     def url(self) -> str: ...  # noqa: D102
 
     def get(self, key: str) -> bytes:
-        """Return the whole object, one version of it. It is looked up first: who knows its size calls `get_range`.
+        """Return the whole object, one version of it.
+
+        It is looked up afterwards to see that this is all: who knows its size calls `get_range`, which is one request.
 
         Raises:
             NotFoundError: there is none.
@@ -84,7 +86,8 @@ class Objects(Protocol):
     def put(self, key: str, data: Data) -> None:
         """Put ``data`` at ``key``, in place of what is there; it is durable on return.
 
-        Memory for at most four pieces of `PIECE_BYTES` is taken beside ``data``.
+        Memory for at most four pieces of `PIECE_BYTES` is taken beside ``data``; in a store that takes objects only
+        whole, and ``data`` only as bytes, a copy of anything else.
 
         Raises:
             CapacityError: no room.
@@ -129,7 +132,7 @@ def open_objects(
 
     Args:
         url: ``file:///folder`` on a shared file system, ``s3://bucket/prefix``, or another URL that fsspec knows.
-        concurrency: requests at once, of all callers in a process together.
+        concurrency: requests at once of a call; for ``s3://`` also connections of a process.
         deadline_s: how long a single request is tried again.
         verify: ``size`` reads the size back after a put, ``always`` all bytes.
         observer: told of every request.

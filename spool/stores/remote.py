@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError
+from spool.errors import ConfigError, IntegrityError, SpoolError
 from spool.stores.objects import PIECE_BYTES, Data, ObjectInfo, Observer, Verify, check_key, check_range
 from spool.stores.retry import TransientError, persist
 from spool.stores.threads import Threads
@@ -94,21 +94,33 @@ class RemoteStore:
     def get(self, key: str) -> bytes:
         """Return the whole object; see `Objects.get`."""
         check_key(key)
+        return persist(
+            lambda _timeout_s: self._one_version(key), what=self._what("read", key), deadline_s=self._deadline_s
+        )
 
-        def one_version(_timeout_s: float) -> bytes:
-            version = self._stat(key)
-            if version is None:
-                raise NotFoundError(f"{self._url} has no object {key}", key=key)
-            ranges = list(_pieces(version.info.size, PIECE_BYTES))
-            try:
-                parts = self._threads.map(lambda piece: self._read(key, *piece, version.tag), ranges)
-            except ChangedError:
-                raise TransientError(
-                    "it was replaced while it was read", kind=IntegrityError, advice="try again", tries=_LENGTH_TRIES
-                ) from None
-            return parts[0] if len(parts) == 1 else b"".join(parts)
-
-        return persist(one_version, what=self._what("read", key), deadline_s=self._deadline_s)
+    def _one_version(self, key: str) -> bytes:
+        """Read an object, then look whether that is what it is: bodies may be cut, and replacing one may take time."""
+        data, size, tag = self._request(
+            "get", "read", key, lambda timeout_s: self._wire.read_whole(key, PIECE_BYTES, timeout_s),
+            lambda whole: len(whole.data or b""),
+        )  # fmt: skip
+        facts: dict[str, Any] = {"key": key}
+        try:
+            if data is None:
+                pieces = self._threads.map(lambda piece: self._read(key, *piece, tag), _pieces(size, PIECE_BYTES))
+                data = b"".join(pieces)
+            now = self._stat(key)
+            if now is not None and (now.info.size, now.tag) == (len(data), tag):
+                return data
+            expected = None if now is None else now.info.size
+            facts |= {"range": [0, expected], "got": len(data), "expected": expected}
+            reason = f"{len(data)} bytes came and it holds {expected}: it was replaced meanwhile, or cut"
+        except ChangedError:
+            reason = "it was replaced while it was read"
+        raise TransientError(
+            reason, kind=IntegrityError, advice="try again; if that recurs the server cuts bodies: call its operator",
+            tries=_LENGTH_TRIES, **facts,
+        )  # fmt: skip
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Return a range of an object; see `Objects.get_range`."""
@@ -133,7 +145,7 @@ class RemoteStore:
                 got = 0
             raise self._wrong_length(key, start, stop, got)
 
-        return self._request("get", "read", key, stop - start, attempt)
+        return self._request("get", "read", key, attempt, len)
 
     def _wrong_length(self, key: str, start: int, stop: int, got: int) -> IntegrityError | TransientError:
         """Return the error for a body of ``got`` bytes: final where the object ends before ``stop``."""
@@ -153,7 +165,7 @@ class RemoteStore:
         return None if version is None else version.info
 
     def _stat(self, key: str) -> Version | None:
-        return self._request("head", "look at", key, 0, lambda timeout_s: self._wire.stat(key, timeout_s))
+        return self._request("head", "look at", key, lambda timeout_s: self._wire.stat(key, timeout_s))
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Return the objects whose keys start with ``prefix``; see `Objects.list`."""
@@ -168,7 +180,7 @@ class RemoteStore:
                 return sorted(found)
 
     def _page(self, prefix: str, token: str | None) -> tuple[Sequence[ObjectInfo], str | None]:
-        return self._request("list", "list", prefix, 0, lambda timeout_s: self._wire.page(prefix, token, timeout_s))
+        return self._request("list", "list", prefix, lambda timeout_s: self._wire.page(prefix, token, timeout_s))
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -180,30 +192,32 @@ class RemoteStore:
             self._put_parts(key, view)
         else:
             whole = data if isinstance(data, bytes) else bytes(view)
-            self._request("put", "write", key, len(view), lambda timeout_s: self._wire.write(key, whole, timeout_s))
+            self._request(
+                "put", "write", key, lambda timeout_s: self._wire.write(key, whole, timeout_s), lambda _: len(whole)
+            )
         self._prove(key, view)
 
     def _put_parts(self, key: str, view: memoryview) -> None:
         part_bytes = max(PIECE_BYTES, math.ceil(len(view) / _MOST_PARTS))
-        upload = self._request("multipart", "write", key, 0, lambda timeout_s: self._wire.begin(key, timeout_s))
+        upload = self._request("multipart", "write", key, lambda timeout_s: self._wire.begin(key, timeout_s))
 
         def put_part(part: tuple[int, tuple[int, int]]) -> str:
             number, (start, stop) = part
             data = bytes(view[start:stop])
             return self._request(
-                "put", "write", key, len(data),
-                lambda timeout_s: self._wire.put_part(key, upload, number, data, timeout_s),
+                "put", "write", key, lambda timeout_s: self._wire.put_part(key, upload, number, data, timeout_s),
+                lambda _: len(data),
             )  # fmt: skip
 
         try:
             parts = enumerate(_pieces(len(view), part_bytes), 1)
             tags = self._threads.map(put_part, parts, width=_UPLOAD_WIDTH)
             self._request(
-                "multipart", "write", key, 0, lambda timeout_s: self._complete(key, upload, tags, len(view), timeout_s)
+                "multipart", "write", key, lambda timeout_s: self._complete(key, upload, tags, len(view), timeout_s)
             )
         except BaseException:
             with contextlib.suppress(SpoolError):
-                self._request("multipart", "abort", key, 0, lambda timeout_s: self._wire.abort(key, upload, timeout_s))
+                self._abort(key, upload)
             raise
 
     def _complete(self, key: str, upload: str, tags: Sequence[str], size: int, timeout_s: float) -> None:
@@ -242,18 +256,18 @@ class RemoteStore:
             self._delete(batch)
 
     def _delete(self, batch: Sequence[str]) -> None:
-        self._request("delete", "delete", batch[0], 0, lambda timeout_s: self._wire.delete(batch, timeout_s))
+        self._request("delete", "delete", batch[0], lambda timeout_s: self._wire.delete(batch, timeout_s))
 
     def abort_stale_uploads(self, older_than_s: float) -> int:
         """Drop uploads that never ended; see `Objects.abort_stale_uploads`."""
         before = time.time() - older_than_s
-        stale = self._request("list", "list", "", 0, lambda timeout_s: self._wire.uploads(before, timeout_s))
+        stale = self._request("list", "list", "", lambda timeout_s: self._wire.uploads(before, timeout_s))
         for key, upload in stale:
             self._abort(key, upload)
         return len(stale)
 
     def _abort(self, key: str, upload: str) -> None:
-        self._request("multipart", "abort", key, 0, lambda timeout_s: self._wire.abort(key, upload, timeout_s))
+        self._request("multipart", "abort", key, lambda timeout_s: self._wire.abort(key, upload, timeout_s))
 
     def close(self) -> None:
         """Close this process's connections and threads."""
@@ -262,14 +276,16 @@ class RemoteStore:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def _request(self, kind: str, what: str, key: str, n_bytes: int, call: Callable[[float], T]) -> T:
-        """Return what ``call`` does in the end; every try is observed."""
+    def _request(
+        self, kind: str, what: str, key: str, call: Callable[[float], T], n_bytes: Callable[[T], int] | None = None
+    ) -> T:
+        """Return what ``call`` does in the end; every try is observed, with ``n_bytes`` of its result."""
 
         def attempt(timeout_s: float) -> T:
             began, moved = time.monotonic(), 0
             try:
                 result = call(timeout_s)
-                moved = n_bytes
+                moved = n_bytes(result) if n_bytes else 0
             except (SpoolError, TransientError, ChangedError):
                 raise
             except Exception as error:  # noqa: BLE001 - a client may raise anything

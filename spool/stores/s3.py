@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import ctypes
 import hashlib
 import os
 import weakref
@@ -28,7 +29,15 @@ from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError,
 from spool.stores.objects import ObjectInfo
 from spool.stores.retry import TransientError
 from spool.stores.threads import PerProcess
-from spool.stores.wire import CHECK_RIGHTS, CHECK_SERVER, ChangedError, OutOfRangeError, Version, WrongLengthError
+from spool.stores.wire import (
+    CHECK_RIGHTS,
+    CHECK_SERVER,
+    ChangedError,
+    OutOfRangeError,
+    Version,
+    Whole,
+    WrongLengthError,
+)
 
 T = TypeVar("T")
 
@@ -39,6 +48,22 @@ _RIGHTS = frozenset({"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefre
 _TRANSIENT = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "IncompleteBody", "RequestTimeout",
                         "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted"})  # fmt: skip
 _UNSUPPORTED = 501
+
+
+_open: weakref.WeakSet[_Client] = weakref.WeakSet()
+
+
+def _never_destroy_inherited() -> None:
+    """In a forked child, leak the clients of its parent.
+
+    Destroying one, at the latest when the interpreter ends, takes its sockets out of the epoll set that the child
+    shares with its parent, whose requests would then hear nothing any more.
+    """
+    for client in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+
+os.register_at_fork(after_in_child=_never_destroy_inherited)
 
 
 class _Client:
@@ -63,15 +88,24 @@ class _Client:
                 "s3": {"payload_signing_enabled": False},
             },
         )
+        self._connected = False
         self._end = weakref.finalize(self, _shut, self.fs, self.loop, self.pid)
+        _open.add(self)
 
-    async def call(self, request: Callable[[Any], Awaitable[T]]) -> T:
+    async def _connect(self) -> None:
         client = await self.fs.set_session()
         client.meta.events.register("before-call.s3.DeleteObjects", _add_md5, unique_id="spool-md5")
-        return await request(client)
+
+    async def _call(self, request: Callable[[Any], Awaitable[T]]) -> T:
+        return await request(await self.fs.set_session())
 
     def run(self, request: Callable[[Any], Awaitable[T]], timeout_s: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(self.call(request), self.loop)
+        """Return what ``request`` does with the client, or cancel it after ``timeout_s``."""
+        if not self._connected:
+            # reads configuration and the service's description, no network: no part of the request's time
+            asyncio.run_coroutine_threadsafe(self._connect(), self.loop).result()
+            self._connected = True
+        future = asyncio.run_coroutine_threadsafe(self._call(request), self.loop)
         try:
             return future.result(timeout_s)
         finally:
@@ -151,6 +185,17 @@ class S3Wire:
             if _status(error) == 416:
                 raise OutOfRangeError from None
             raise
+
+    def read_whole(self, key: str, most_bytes: int, timeout_s: float) -> Whole:
+        """Return an object; of a larger one the head alone."""
+
+        async def request(client: Any) -> Whole:
+            answer = await client.get_object(Bucket=self._bucket, Key=self._at(key))
+            size: int = answer["ContentLength"]
+            async with answer["Body"] as body:
+                return Whole(await body.read() if size <= most_bytes else None, size, answer.get("ETag", ""))
+
+        return self._clients.get().run(request, timeout_s)
 
     def write(self, key: str, data: bytes, timeout_s: float) -> None:
         """Put a whole object."""

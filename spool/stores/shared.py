@@ -7,8 +7,9 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from urllib.parse import quote
 
-from spool.errors import IntegrityError, NotFoundError, SpoolError
+from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
 from spool.stores.local import map_os_error, sync_dir, write_atomic
 from spool.stores.objects import Data, ObjectInfo, Observer, Verify, check_key, check_range
 from spool.stores.threads import Threads
@@ -44,7 +45,7 @@ class SharedFolder:
     @property
     def url(self) -> str:
         """The folder as a URL."""
-        return f"file://{self._folder}"
+        return f"file://{quote(self._folder)}"
 
     def get(self, key: str) -> bytes:
         """Return the whole file; see `Objects.get`."""
@@ -87,13 +88,14 @@ class SharedFolder:
                 self._make_folder(os.path.dirname(path))
                 write_atomic(path, view)
                 break
-            except NotFoundError:
-                if not tries_left:  # another process's delete took the folder away as the last file in it went
-                    raise
+            except (NotFoundError, FileNotFoundError) as error:
+                # a delete of the last object in a folder takes the folder away
+                if not tries_left:
+                    raise StorageError(f"cannot write {path}: its folder vanishes again and again", key=key) from error
             except OSError as error:
-                if not isinstance(error, SpoolError):
-                    raise self._error(error, "write", key) from None
-                raise
+                if isinstance(error, SpoolError):
+                    raise
+                raise self._error(error, "write", key) from None
         self._observer("put", key, len(view), time.monotonic() - began)
         self._prove(key, view)
 
@@ -140,17 +142,16 @@ class SharedFolder:
         if top:
             check_key(top)
         found = []
-        for path, entry in self._walk(os.path.join(self._folder, top)):
-            key = os.path.relpath(path, self._folder)
-            if key.startswith(prefix) and not entry.name.startswith("."):
+        for path, entry in self._walk(os.path.join(self._folder, top), f"{self._folder}/{prefix}"):
+            if path.startswith(f"{self._folder}/{prefix}") and not entry.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
-                    found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+                    found.append(ObjectInfo(path[len(self._folder) + 1 :], status.st_size, status.st_mtime))
         self._observer("list", prefix, 0, time.monotonic() - began)
         return sorted(found)
 
-    def _walk(self, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Yield every regular file below ``folder``; what vanishes meanwhile is left out."""
+    def _walk(self, folder: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """Yield the files below ``folder``, at least those under ``prefix``; what vanishes meanwhile is left out."""
         todo = [folder]
         while todo:
             folder = todo.pop()
@@ -158,7 +159,8 @@ class SharedFolder:
                 with os.scandir(folder) as entries:
                     for entry in entries:
                         if entry.is_dir(follow_symlinks=False):
-                            todo.append(entry.path)
+                            if f"{entry.path}/".startswith(prefix[: len(entry.path) + 1]):
+                                todo.append(entry.path)
                         elif entry.is_file(follow_symlinks=False):
                             yield entry.path, entry
             except _ABSENT:
@@ -168,7 +170,7 @@ class SharedFolder:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete files, and the folders that are empty then; see `Objects.delete`."""
-        for key in keys:
+        for key in [check_key(key) for key in keys]:
             path, began = self._path(key), time.monotonic()
             try:
                 os.unlink(path)

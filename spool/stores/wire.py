@@ -47,6 +47,20 @@ class Version(NamedTuple):
     tag: str
 
 
+class Whole(NamedTuple):
+    """What reading a whole object gave.
+
+    Attributes:
+        data: all of it; None where it is larger than was wanted.
+        size: its bytes, as the store says.
+        tag: as `Version` has it.
+    """
+
+    data: bytes | None
+    size: int
+    tag: str
+
+
 class Wire(Protocol):
     """One try of each request. Keys are relative to the root; ``timeout_s`` is the most that a try may take.
 
@@ -58,7 +72,11 @@ class Wire(Protocol):
     """Large objects are put with `begin`, `put_part` and `complete`."""
 
     def read(self, key: str, start: int, stop: int, tag: str | None, timeout_s: float) -> bytes:
-        """Return a range, which is not empty, of the object, or of its version ``tag``."""
+        """Return a range, which is not empty, of the object, or of its version ``tag`` as `read_whole` gave it."""
+        ...
+
+    def read_whole(self, key: str, most_bytes: int, timeout_s: float) -> Whole:
+        """Return the object; a larger one than ``most_bytes`` may be left to `read`."""
         ...
 
     def write(self, key: str, data: bytes, timeout_s: float) -> None:
