@@ -198,11 +198,13 @@ class Catalog:
                 return
             indexes = schema.drop_indexes(connection)
             self._bulk = Sessions()
+            connection.pragma("cache_size", schema.BULK_CACHE)
             try:
                 yield
+                schema.make_indexes(connection, indexes)
             finally:
                 self._bulk = None
-            schema.make_indexes(connection, indexes)
+                connection.pragma("cache_size", schema.CACHE)
 
     def forget(self, stream: str, pack: int, *, at: float | None = None, reason: str | None = None) -> bool:
         """Take out what a pack's events fed, as if it had never been fed; it is gone, and never taken in again.

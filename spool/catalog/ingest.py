@@ -52,6 +52,8 @@ UPDATE sessions SET n_steps = n_steps + ?2, n_tokens = n_tokens + ?3, n_generate
     finish_reason = iif(?7 > ifnull(last_index, -1), ?8, finish_reason),
     last_index = iif(?7 > ifnull(last_index, -1), ?7, last_index) WHERE sid = ?1"""
 
+_SET_ENDED = "UPDATE sessions SET outcome = ?, view = ?, finished_at = ?, n_segments = ? WHERE sid = ?"
+
 _NO_COUNTS = (0, 0, 0)
 Owned = SessionOpened | StepCommitted | StepDiscarded | SessionFinalized | SessionDiscarded
 
@@ -116,11 +118,15 @@ class _Change:
 
 
 class Sessions:
-    """Numbers of sessions, and the highest index that anything is stored for; valid inside one transaction."""
+    """Numbers of sessions, the highest index that anything is stored for, and those that surely have no ending.
+
+    Valid inside one transaction.
+    """
 
     def __init__(self) -> None:
         self.sids: dict[str, int] = {}
         self.tops: dict[int, int] = {}
+        self.unended: set[int] = set()
 
 
 class Ingest:
@@ -133,7 +139,7 @@ class Ingest:
         self._log = log
         self._place = (stream, pack)
         self._uses = uses
-        self._sids, self._tops = sessions.sids, sessions.tops
+        self._sids, self._tops, self._unended = sessions.sids, sessions.tops, sessions.unended
         self._changes: dict[int, _Change] = {}
         self._waiting: list[tuple[Any, ...]] = []
         self._handlers: dict[type, Callable[[Prepared, Any], None]] = {
@@ -218,6 +224,13 @@ class Ingest:
     def _finalized(self, item: Prepared, event: SessionFinalized) -> None:
         sid = self._sid(event.session_id)
         self._owned(sid, event)
+        if sid in self._unended:
+            self._unended.discard(sid)
+            self._waiting.append(self._row(sid, FINAL, "final", 0, item, event))
+            fold.put_segments(self._connection, sid, event)
+            n_segments = len({ref.index for ref in event.segments})
+            self._connection.execute(_SET_ENDED, (event.outcome, event.view, event.at, n_segments, sid))
+            return
         self._add(sid, FINAL, "final", item, event)
         own = self._connection.last_insert_rowid()
         of_view = fold.finals(self._connection, sid)[event.view]
@@ -288,7 +301,7 @@ class Ingest:
 
     def _add(self, sid: int, slot: int, kind: str, item: Prepared, event: Owned | LateEvent) -> None:
         """Store an event at once; what waits goes first where it may be of the same slot."""
-        if slot == OPEN:
+        if slot in (OPEN, FINAL):
             self._flush()
         self._connection.execute(_ADD, self._row(sid, slot, kind, 0, item, event))
 
@@ -321,4 +334,5 @@ class Ingest:
 
     def _new(self, session_id: str, sid: int) -> int:
         self._sids[session_id], self._tops[sid] = sid, -1
+        self._unended.add(sid)
         return sid

@@ -17,6 +17,9 @@ VERSION = 2
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
+CACHE, BULK_CACHE = -2000, -262_144
+"""KiB, negative as SQLite takes them; in a large transaction pages that do not fit are written and read again."""
+
 CHECKED_BYTES = 4 << 20
 """Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
 
