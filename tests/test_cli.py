@@ -26,7 +26,7 @@ READING = {
     "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
     "show": ("show", "plain"), "verify": ("verify", "--deep"),
 }  # fmt: skip
-CHANGING = {"demo", "import", "rebuild", "recover"}
+CHANGING = {"demo", "import", "rebuild", "recover", "spill"}
 
 
 def at(args, location):
@@ -131,7 +131,12 @@ def test_the_location_is_an_argument_or_in_the_environment(some):
 def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
-    args = {"import": ("import", cli_reference.PATH), "rebuild": ("rebuild",), "recover": ("recover",)}
+    args = {
+        "import": ("import", cli_reference.PATH),
+        "rebuild": ("rebuild",),
+        "recover": ("recover",),
+        "spill": ("spill",),
+    }
     args = args.get(verb) or READING[verb]
     done = run(*args, code=3 if verb in ("cat", "locate", "show") else 2)
     assert "SPOOL_URI is not set" in done.err

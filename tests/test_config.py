@@ -46,7 +46,8 @@ def test_relative_paths_are_made_absolute():
         ("/a?hot_bytes=" + "9" * 5000, "hot_bytes='9"), ("/a?hot_bytes=" + "9" * 400 + ".5", "hot_bytes='9"),
         ("/a?hot_bytes=9999999PiB", "hot_bytes='9999999PiB'"), ("/a?direct=maybe", "true or false"),
         ("/a?durability=tape", "process, disk"), ("/a?threads=0", "positive"), ("/a?threads=x", "threads"),
-        ("/a?append_timeout_s=nan", "positive"), ("/a?threads=2&threads=3", "twice"), ("/a?nope=1", "known: spill, hot_bytes"),
+        ("/a?append_timeout_s=nan", "positive"), ("/a?threads=2&threads=3", "twice"),
+        ("/a?nope=1", "known: spill, hot_bytes"),
     ],
 )  # fmt: skip
 def test_refused(uri, problem):
