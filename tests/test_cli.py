@@ -277,7 +277,9 @@ def test_an_unknown_field_is_not_found(some):
 
 def test_rows_that_were_never_sent_fail_unless_a_number_stands_for_them(some):
     done = run("cat", some, "gap:1", code=1)
-    assert "missing" in done.err
+    assert "left out" in done.err and "routed_experts was never sent for forward rows [0, 4)" in done.err
+    assert done.json[0]["fields"].keys() == {"token_ids", "loss_mask"}
+    assert "missing" in run("cat", some, "gap:1", "--field", "routed_experts", code=1).err
     (found,) = run("cat", some, "gap:1", "--missing", "-1").json
     rows = np.array(found["fields"]["routed_experts"])
     assert rows.shape == (5, 3, 2)

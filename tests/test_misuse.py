@@ -519,3 +519,57 @@ def test_slices_are_slices_of_integers(sp, slices):
     if isinstance(slices, slice):
         with pytest.raises(InputError, match="layers"):
             sp.read(step, layers=slices)
+
+
+def test_a_gap_refuses_an_inline_field_before_the_session_is_final(sp):
+    session = sp.session("s")
+    session.append(prompt_token_ids=[1], response_token_ids=[2], logprobs=[-1.0])
+    session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+    with pytest.raises(spool.GapError, match="logprobs"):
+        session.finalize(inline=["logprobs"])
+    assert sp.find_session("s").state == "open"
+    session.append(prompt_token_ids=[1, 2, 3, 4], response_token_ids=[5], logprobs=[-1.0])
+    assert session.finalize(inline=["token_ids"])[0].inline.keys() == {"token_ids"}
+
+
+@pytest.mark.parametrize("inline", [["nope"], ["logprobs"]])
+def test_a_block_that_a_refused_finalize_ends_is_failed(sp, inline):
+    async def rollout():
+        async with sp.session("s") as session:
+            await session.append_async(prompt_token_ids=[1], response_token_ids=[2])
+            await session.finalize_async(outcome="completed", inline=inline)
+
+    with pytest.raises(NotFoundError):
+        asyncio.run(rollout())
+    assert sp.find_session("s").outcome == "failed"
+
+
+def test_a_gap_outside_the_forward_says_what_helps(sp):
+    session = sp.session("s", experts=SHAPE)
+    session.append(prompt_token_ids=[1], response_token_ids=[2], logprobs=[-1.0])
+    session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4, 5])
+    (ref,) = session.finalize()
+    with pytest.raises(spool.GapError, match=r"leave it out \(fields=\)") as found:
+        sp.read(ref)
+    assert "gaps='cut'" not in str(found.value) and "missing=" in str(found.value)
+    assert sp.read(ref, fields=["token_ids", "loss_mask"])["loss_mask"].tolist() == [0, 1, 0, 1, 1]
+    assert sp.read(ref, missing=0)["logprobs"].tolist() == [-1.0, 0.0, 0.0, 0.0]
+    (late,) = sp.view("s", gaps="cut")
+    assert late.n_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "spans", [[("7", 0, 5), ("8", 2, 4)], [("7", 0, 3), ("8", 2, 5)], [("7", 0, 5), ("8", 0, 5)], [("7", 0, 5)] * 2]
+)
+def test_weight_versions_that_overlap_are_refused_by_name(sp, spans):
+    session = sp.session("s")
+    with pytest.raises(spool.PayloadError, match="overlap") as found:
+        session.append(prompt_token_ids=[1], response_token_ids=[1, 2, 3, 4, 5], weight_version=spans)
+    assert all(repr(version) in str(found.value) for version, _, _ in spans)
+    assert session.steps == []
+
+
+@pytest.mark.parametrize("spans", [[("7", 0, 5), ("8", 6, 7)], [("7", 0, 5), ("8", 5, 3)], [("7", -1, 5)]])
+def test_weight_versions_outside_the_response_are_refused(sp, spans):
+    with pytest.raises(spool.PayloadError, match="every generated token needs one version"):
+        sp.session("s").append(prompt_token_ids=[1], response_token_ids=[1, 2, 3, 4, 5], weight_version=spans)
