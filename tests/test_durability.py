@@ -519,11 +519,13 @@ def test_readers_beside_a_writer_that_rolls_and_seals(sp, spool_uri, kept):
     for thread in threads:
         thread.start()
     n_packs, ends, gives_up = 0, time.monotonic() + 3.0, time.monotonic() + 120.0
-    while (time.monotonic() < ends or n_packs <= 10) and time.monotonic() < gives_up:
-        time.sleep(chance.uniform(0.0, 0.05))
-        sp.flush()
-        n_packs += 1
-    written.set()
+    try:
+        while (time.monotonic() < ends or n_packs <= 10) and time.monotonic() < gives_up:
+            time.sleep(chance.uniform(0.0, 0.05))
+            sp.flush()
+            n_packs += 1
+    finally:
+        written.set()
     for thread in threads:
         thread.join()
     for reader in readers:
