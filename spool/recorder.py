@@ -286,6 +286,7 @@ class Recorder:
             pack_age_s=self._config.pack_age_s,
             direct=self._config.direct,
             on_commit=self._timer.notify,
+            spool_id=self.spool_id,
         )
 
     def _stream_names(self) -> list[str]:

@@ -390,3 +390,32 @@ def test_nothing_is_wrong_with_a_spool_that_is_being_written(tmp_path):
     assert looks > 3
     assert len(seen) > 3
     assert run("verify", root, "--deep").err.endswith("nothing wrong\n")
+
+
+def test_a_lost_identity_is_restored_from_the_streams(root):
+    with library.open(str(root)) as sp:
+        spool_id, refs = sp.spool_id, sp.steps("one")
+    (root / "spool.json").unlink()
+    with pytest.raises(library.IntegrityError, match="spool recover"):
+        library.open(str(root))
+    with pytest.raises(library.NotFoundError):
+        library.open(str(root), create=False)
+    run("ls", root, code=3)
+    assert spool_id in run("recover", root, "--dry-run").err and not (root / "spool.json").exists()
+    assert spool_id in run("recover", root).err
+    with library.open(str(root)) as sp:
+        assert sp.spool_id == spool_id and len(sp.read(refs)) == 3
+    assert "spool.json" not in run("recover", root).err
+
+
+@pytest.mark.parametrize("kept", ["streams", "catalog.sqlite"])
+def test_a_lost_identity_that_no_stream_keeps_is_not_made_up(root, kept):
+    for path in root.glob("streams/*/zarr.json"):
+        path.write_text(path.read_text().replace("spool:id", "spool:of"))
+    for name in {"streams", "catalog.sqlite"} - {kept}:
+        shutil.rmtree(root / name) if name == "streams" else (root / name).unlink()
+    (root / "spool.json").unlink()
+    with pytest.raises(library.IntegrityError, match=r"spool\.json is lost"):
+        library.open(str(root))
+    assert "by hand" in run("recover", root, code=5).err
+    assert not (root / "spool.json").exists()
