@@ -187,7 +187,8 @@ class Spool:
 
         Raises:
             NotFoundError: no such session is recorded.
-            InputError: a fact is not JSON-able.
+            InputError: a fact is not JSON-able; it is named as a column or a word of filters, or not by letters, digits
+                and underscores; the reward is no finite number.
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 

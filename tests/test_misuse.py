@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
@@ -439,7 +440,7 @@ def test_a_filter_with_a_name_that_nothing_has_is_refused(sp):
             verb("jugde = 'rm'")
 
 
-def test_columns_of_the_others_are_named_unless_a_fact_has_that_name(sp):
+def test_columns_of_the_others_are_named(sp):
     add(sp.session("s"))
     sp.session("s").finalize()
     for view in (None, "timeline"):
@@ -448,10 +449,61 @@ def test_columns_of_the_others_are_named_unless_a_fact_has_that_name(sp):
     with pytest.raises(InputError, match="'superseded' is a column of segments"):
         sp.sessions("superseded")
     assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
-    sp.annotate("s", state="good")
-    for view in (None, "timeline"):
-        assert len(list(sp.segments("state = 'good'", view))) == 1
-    assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
+
+
+@pytest.mark.parametrize(
+    "name", ["state", "n_tokens", "superseded", "and", "NULL", "a-b", "2x", "", "import time", "\u0000"]
+)
+def test_facts_that_filters_could_not_find_are_refused_with_the_names_taken(sp, name):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match=r"cannot name a fact.*none of .*n_tokens") as caught:
+        sp.annotate("s", **{"fine": 1, name: 2})
+    assert caught.value.details["names"] == [name]
+    assert sp.find_session("s").facts == {}
+    sp.annotate("s", reward=1, größe=2)
+    assert len(list(sp.sessions("größe = 2"))) == 1
+
+
+@pytest.mark.parametrize("text", ["reward = '1.0'", "'5' < n_tokens", "n_tokens in (1, '2')", "index between 0 and '9'",
+                                  "released = 'true'"])  # fmt: skip
+def test_numbers_are_not_compared_with_texts(sp, text):
+    with pytest.raises(InputError, match=r"(reward|n_tokens|index|released) is a number, and this is a text"):
+        sp.segments(text)
+
+
+def test_times_are_compared_with_dates(sp):
+    add(sp.session("s"))
+    sp.session("s").finalize()
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    for text in (
+        "opened_at > '2026-01-01'",
+        f"'{tomorrow}' >= last_at",
+        f"finished_at between '2001-01-01' and '{tomorrow}'",
+        f"opened_at < '{tomorrow[:10]}T23:59:59Z' and opened_at > 0",
+    ):
+        assert len(list(sp.sessions(text))) == len(list(sp.segments(text))) == 1, text
+    assert list(sp.sessions(f"opened_at > '{tomorrow}'")) == []
+    with pytest.raises(InputError, match="opened_at is a time"):
+        sp.sessions("opened_at > '1767225600'")
+
+
+def test_unknown_names_are_refused_however_they_are_meant(sp):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match="did you mean reward"):
+        sp.sessions("Reward > 0.5")
+    with pytest.raises(InputError, match=r"'foo' is no column.*in single quotes, 'foo'"):
+        sp.sessions("reward = foo")
+    with pytest.raises(InputError) as caught:
+        sp.sessions("xyzzy = 1")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_is_finite(sp, reward):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match="no filter finds"):
+        sp.annotate("s", reward=reward)
+    assert sp.find_session("s").reward is None
 
 
 def test_derived_segments_are_filtered_by_facts_that_only_other_pages_have(sp, monkeypatch):
@@ -470,13 +522,13 @@ def test_numbers_that_json_has_not_are_null_in_it(sp, number):
 
     add(sp.session("s"))
     sp.session("s").finalize()
-    sp.annotate("s", reward=number, kl=number)
+    sp.annotate("s", reward=1, kl=number)
     (ref,) = sp.final_segments("s")
     text = ref.to_json()
     assert "reward" in json.loads(text, parse_constant=pytest.fail) and '"kl":null' in text
     read = spool.ref_from_json(text)
-    assert (read.reward, read.facts) == (None, {"kl": None})
-    assert repr(pickle.loads(pickle.dumps(ref)).reward) == repr(number)
+    assert (read.reward, read.facts) == (1.0, {"kl": None})
+    assert repr(pickle.loads(pickle.dumps(ref)).facts["kl"]) == repr(number)
 
 
 def test_a_refused_inline_leaves_the_session_open(sp):
