@@ -228,6 +228,8 @@ def check_plain(step: StepInput, what: str) -> None:
             raise InputError(
                 f"{name} of {what} must be text, got {value!r:.80}; engines' forms go through spool.engines"
             )
+    if step.step_id == "":
+        raise InputError(f"step_id of {what} is empty: leave it out, or give the step a name of its own")
     if isinstance(step.parent, bool) or not isinstance(step.parent, _PARENT):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
     tools = step.tools

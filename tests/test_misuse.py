@@ -625,3 +625,32 @@ def test_weight_versions_that_overlap_are_refused_by_name(sp, spans):
 def test_weight_versions_outside_the_response_are_refused(sp, spans):
     with pytest.raises(spool.PayloadError, match="every generated token needs one version"):
         sp.session("s").append(prompt_token_ids=[1], response_token_ids=[1, 2, 3, 4, 5], weight_version=spans)
+
+
+def test_a_closed_spool_is_asked_nothing(tmp_path):
+    with spool.open(tmp_path / "s") as sp:
+        step = add(sp.session("s"))
+    calls = [
+        *(sp.sessions, sp.segments, sp.info, sp.verify, sp.usage, lambda: sp.read(step), lambda: sp.locate(step)),
+        *(lambda: sp.find_session("s"), lambda: sp.steps("s"), lambda: sp.view("s"), lambda: sp.session("t")),
+    ]
+    for call in calls:
+        with pytest.raises(spool.SessionStateError, match="was closed; open it again"):
+            call()
+    sp.close()
+
+
+def test_an_empty_step_id_is_refused(sp):
+    with pytest.raises(InputError, match="step_id of step '' of session 's' is empty"):
+        add(sp.session("s"), step_id="")
+
+
+@pytest.mark.parametrize(("dtype", "meant"), [("float", "float32"), ("bf16", "bfloat16"), ("unit8", "uint8")])
+def test_a_dtype_that_is_close_is_suggested(dtype, meant):
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        spool.FieldSpec(name="x", dtype=dtype, align="token")
+
+
+def test_the_module_shows_its_own_names_only():
+    shown = {name for name in dir(spool) if not name.startswith("__")}
+    assert shown == {*spool.__all__, "engines", "importers", "testing"}

@@ -11,6 +11,7 @@ import click
 from spool.cli.exits import Exit
 from spool.cli.output import say, to_json
 from spool.cli.places import find_refs, open_spool, parse_range, reference_arguments, split_arguments
+from spool.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,8 +77,11 @@ def command(
     if output is None:
         _WRITE[form](samples, sys.stdout.buffer)
     else:
-        with open(output, "wb") as target:
-            _WRITE[form](samples, target)
+        try:
+            with open(output, "wb") as target:
+                _WRITE[form](samples, target)
+        except OSError as error:
+            raise StorageError(f"cannot write {output!r}: {error.strerror or error}") from error
     for gap in left_out:
         say(f"spool: left out: {gap}; --missing NUMBER prints it all the same")
     return Exit.FAILED if left_out else Exit.OK

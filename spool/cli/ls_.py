@@ -12,7 +12,7 @@ from spool.cli.places import location_argument, open_spool
 @location_argument
 @click.option(
     "--where",
-    help="A filter such as \"reward > 0.5 and source = 'swe'\". A name that is unknown lists those there are.",
+    help="A filter such as \"reward > 0.5 and source = 'swe'\".",
 )
 @click.option("--all", "discarded", is_flag=True, help="List discarded sessions too.")
 @click.option("--segments", is_flag=True, help="List segments instead of sessions.")
@@ -23,8 +23,8 @@ def command(
 ) -> None:
     """List sessions, oldest first, or segments of finalised sessions.
 
-    A terminal shows the columns that fit. Elsewhere lines are tab-separated, with all these columns; JSON has every fact.
-    NaN and infinities are text in it.
+    A terminal shows the columns that fit. Elsewhere lines are tab-separated, with all these columns; JSON has every
+    fact. NaN and infinities are text in it.
     """
     with open_spool(location) as sp:
         from spool.cli.facts import SEGMENT_COLUMNS, SESSION_COLUMNS, segment_facts, session_facts

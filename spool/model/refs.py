@@ -243,4 +243,4 @@ def ref_from_json(text: str | bytes) -> StepRef | SegmentRef:
     try:
         return msgspec.json.decode(text, type=StepRef | SegmentRef)
     except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise InputError(f"this is not a reference: {error}") from error
+        raise InputError(f"this is not a reference, as to_json() and `spool show --ref` make them: {error}") from error
