@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spool.arguments import one_of
+from spool.catalog.query import SEGMENT, SESSION
+from spool.catalog.where import KEYWORDS, NAME
 from spool.errors import InputError
 from spool.formats import arrays, values
 from spool.formats import messages as message_format
@@ -41,11 +44,18 @@ class Facts:
         self._require(session_id)
         if segment is not None and (not isinstance(segment, SegmentRef) or segment.session_id != session_id):
             raise InputError(f"segment must be a SegmentRef of session {session_id!r}, got {segment!r:.80}")
+        _check_names(facts)
         text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
         checked = message_format.decode_messages(b"[" + text + b"]")[0]
         reward = checked.get("reward")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
+        if reward is not None and not math.isfinite(reward):
+            raise InputError(
+                f"reward of session {session_id!r} is {reward}, which no filter finds and JSON cannot hold; leave it "
+                "out, and note why as another fact",
+                got=repr(reward),
+            )
         self._record(Annotated(session_id, time.time(), checked, None if segment is None else segment.key))
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
@@ -134,6 +144,22 @@ class Facts:
 
     def _record(self, event: Event) -> None:
         with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
+
+
+def _check_names(facts: Iterable[str]) -> None:
+    """Refuse names that a filter would take for something else.
+
+    Raises:
+        InputError: lists the names that are taken.
+    """
+    taken = (SESSION.known.keys() | SEGMENT.known.keys()) - {"reward"}
+    odd = [name for name in facts if name in taken or name.lower() in KEYWORDS or not NAME.fullmatch(name)]
+    if odd:
+        raise InputError(
+            f"{', '.join(map(repr, odd))} cannot name a fact, which filters could not find: use letters, digits and "
+            f"underscores, not starting with a digit, and none of {', '.join(sorted(taken | KEYWORDS))}",
+            names=odd,
+        )
 
 
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:

@@ -22,7 +22,7 @@ from spool.errors import ConfigError, InputError
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
-from spool.logs import LogFeeder
+from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
@@ -190,7 +190,8 @@ class Spool:
 
         Raises:
             NotFoundError: no such session is recorded.
-            InputError: a fact is not JSON-able.
+            InputError: a fact is not JSON-able; it is named as a column or a word of filters, or not by letters, digits
+                and underscores; the reward is no finite number.
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
@@ -287,7 +288,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name; raised by the call.
         """
-        self._feeds.catch_up(fresh=True)
+        self._look()
         if where is not None:
             self._catalog.check_filter(where, "sessions")
         rows = self._catalog.sessions(where)
@@ -303,17 +304,22 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name, or there is no such view; raised by the call.
         """
-        self._feeds.catch_up(fresh=True)
+        self._look()
         if where is not None:
             self._catalog.check_filter(where, "segments")
         if view is None:
             return self._catalog.segments(where)
         return derived_segments(self._catalog, self._history.state, where, view)
 
+    def _look(self) -> list[Problem]:
+        """Take in what was recorded up to now; of a closed spool nothing is asked."""
+        self._recorder.check_open()
+        return self._feeds.catch_up(fresh=True)
+
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
         session_id = arguments.text("session_id", session_id)
-        self._feeds.catch_up(fresh=True)
+        self._look()
         return self._catalog.session(session_id)
 
     def final_segments(self, session_id: str) -> list[SegmentRef]:
@@ -345,6 +351,7 @@ class Spool:
         return self._history.tools(_step_or_segment(ref))
 
     def _recorded(self, session_id: str) -> SessionState:
+        self._recorder.check_open()
         return self._history.state(arguments.text("session_id", session_id))
 
     def _require(self, session_id: str) -> None:
@@ -414,6 +421,7 @@ class Spool:
             IntegrityError: bytes are missing, short or altered; names stream, field, rows and file.
             NotFoundError: a field or the spool of a reference is not there.
         """
+        self._recorder.check_open()
         single = isinstance(refs, Ref)
         many = _references(refs)
         tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
@@ -437,6 +445,7 @@ class Spool:
         self, ref: Ref, *, fields: Sequence[str] | None = None, tokens: Tokens = None, layers: slice | None = None
     ) -> list[ByteRange]:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
+        self._recorder.check_open()
         arguments.instance("ref", ref, Ref, _REFERENCES)
         chosen = arguments.optional(arguments.names, "fields", fields)
         return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
@@ -452,18 +461,18 @@ class Spool:
         """
         if progress is not None and not callable(progress):
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
-        problems = self._feeds.catch_up(fresh=True)
+        problems = self._look()
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
         return audit.verify(self._hot_store("verify"), recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
-        self._feeds.catch_up(fresh=True)
+        self._look()
         return audit.usage(self._hot_store("usage"), self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
-        self._feeds.catch_up(fresh=True)
+        self._look()
         totals = msgspec.structs.asdict(self._catalog.totals())
         names = self._feeder.stream_names()
         return {
@@ -599,6 +608,8 @@ class Spool:
 
     def close(self) -> None:
         """Seal what this process recorded and let everything go. Open sessions may be gone on with elsewhere.
+
+        Whatever is asked of the spool afterwards is refused with SessionStateError.
 
         Raises:
             SpoolError: a pack could not be sealed. Nothing is lost: `recover` seals it.

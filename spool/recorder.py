@@ -82,10 +82,15 @@ class Recorder:
         """Return the lock, of this process."""
         if self._pid != os.getpid():
             self._reset()
-        self._check_open()
+        self.check_open()
         return self._lock
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse what is asked of a spool that was closed.
+
+        Raises:
+            SessionStateError: it was.
+        """
         if self._closed:
             raise SessionStateError(f"the spool at {self._config.url} was closed; open it again")
 
@@ -264,7 +269,7 @@ class Recorder:
             return writer
 
     def _make_writer(self, schema: Schema) -> StreamWriter:
-        self._check_open()
+        self.check_open()
         if self._readonly:
             raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
         if self._config.root is None:
@@ -286,6 +291,7 @@ class Recorder:
             pack_age_s=self._config.pack_age_s,
             direct=self._config.direct,
             on_commit=self._timer.notify,
+            spool_id=self.spool_id,
         )
 
     def stream_names(self) -> list[str]:

@@ -267,7 +267,8 @@ class Session:
                 reference says what was cut.
 
         Raises:
-            NotFoundError: ``inline`` names a field that the session does not have; it is not finalised.
+            NotFoundError: ``inline`` names a field that the session or a segment does not have; it is not finalised.
+            GapError: rows of a field in ``inline`` were never sent; it is not finalised.
             SessionStateError: it is discarded, suspended, or finalised in another way.
             CapacityError: no room within ``append_timeout_s``.
         """
@@ -292,12 +293,14 @@ class Session:
                 self._check_no_transaction("finalised")
                 self._check_inline(inline)
                 made = segments(state, view, outcome=outcome, **options)
+                refs = self._host.inline(made, inline) if inline else made
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():
                     self._record.commit(final)
                     state.finalize(final)
                 self._host.forget(self.session_id)
-            elif (final.view, final.outcome, final.options) != (view, outcome, options):
+                return refs
+            if (final.view, final.outcome, final.options) != (view, outcome, options):
                 raise SessionStateError(
                     f"session {self.session_id!r} is finalised as {final.view}, {final.outcome}, {final.options}; "
                     "use view() for other segments of it",

@@ -397,7 +397,7 @@ class SpoolMachine(RuleBasedStateMachine):
         assert sample["token_ids"].tolist() == segment.tokens
         if exact:
             assert sample["loss_mask"].tolist() == segment.mask
-            assert ref.trainable_tokens == sum(segment.trained)
+            assert ref.trainable_tokens == sum(segment.mask)
         logprobs = [FILL if value is GAP else value for value in segment.logprobs]
         if "logprobs" in sample:
             np.testing.assert_array_equal(sample["logprobs"], np.array(logprobs, np.float32))
@@ -420,7 +420,7 @@ def check_timeline(session, refs):
             continue
         ref = by_step[(step.index,)]
         assert (ref.n_tokens, ref.response_start) == (len(step.tokens), step.n_prompt)
-        assert ref.trainable_tokens == len(step.mask)
+        assert ref.trainable_tokens == sum(step.mask)
 
 
 def check_rows(got, expected, layers):

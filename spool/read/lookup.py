@@ -139,8 +139,9 @@ def _gap(ref: Ref, view: FieldView, gaps: Sequence[Gap]) -> GapError:
     what = {"token": "tokens", "response": "generated tokens", "forward": "forward rows", "step": "steps"}
     rows = [[gap.start, gap.stop] for gap in gaps[:16]]
     shown = ", ".join(f"[{start}, {stop})" for start, stop in rows[:3]) + (", ..." if len(gaps) > 3 else "")
+    cut = ", or take the segment from view(gaps='cut')" if view.spec.align == "forward" else ""
     return GapError(
-        f"{name_of(ref)}: {view.spec.name} was never sent for {what[view.spec.align]} {shown}; pass missing=<number> "
-        "to have them filled, or take the segment from view(gaps='cut')",
+        f"{name_of(ref)}: {view.spec.name} was never sent for {what[view.spec.align]} {shown}; leave it out (fields=), "
+        f"pass missing=<number> to have them filled{cut}",
         field=view.spec.name, ref=name_of(ref), rows=rows, n_gaps=len(gaps),
     )  # fmt: skip

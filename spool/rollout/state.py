@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spool.errors import IntegrityError, SessionStateError, StepConflictError
+from spool.formats.masks import cleared_before
 from spool.model.events import (
     Event,
     SessionDiscarded,
@@ -163,6 +164,7 @@ class SessionState:
         """
         event = self._tree.events[index]
         chain = self.chain(index) if event.n_tokens else ROOT
+        spans = (Span(index, event.n_prompt, event.n_tokens),) if event.n_tokens > event.n_prompt else ()
         return StepRef(
             **self.identity,
             step_id=event.step_id,
@@ -171,13 +173,24 @@ class SessionState:
             n_tokens=event.n_tokens,
             n_rows=event.n_rows,
             response_start=event.n_prompt,
-            spans=(Span(index, event.n_prompt, event.n_tokens),) if event.n_tokens > event.n_prompt else (),
+            spans=self.with_cleared(spans) if event.cleared else spans,
             versions=event.versions,
             finish_reason=event.finish_reason,
             extents=self._step_extents(event, chain),
             units=chain.units,
             n_nonfinite=event.n_nonfinite,
         )
+
+    def with_cleared(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """Return spans of this session's steps with the number of tokens in them that loss masks cleared."""
+        return tuple([self._with_cleared(span, self._tree.events[span.step]) for span in spans])
+
+    def _with_cleared(self, span: Span, event: StepCommitted) -> Span:
+        if not event.cleared:
+            return span
+        before = cleared_before(event.cleared, event.n_tokens - event.n_prompt)
+        n_cleared = int(before[span.stop - event.n_prompt] - before[span.start - event.n_prompt])
+        return Span(span.step, span.start, span.stop, span.trained, n_cleared)
 
     def _step_extents(self, event: StepCommitted, chain: Chain) -> dict[str, tuple[Extent, ...]]:
         found: dict[str, tuple[Extent, ...]] = {}

@@ -117,7 +117,7 @@ def lock_folder(path: str, *, create: bool = True) -> int:
     return fd
 
 
-def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
+def make_folder(root: str, schema: Schema, sizes: Layout, spool_id: str | None = None) -> tuple[Folder, int]:
     """Make and lock the folder of a new stream.
 
     It is built under a temporary name and renamed: whoever sees the stream sees it locked and whole.
@@ -134,7 +134,7 @@ def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
         folder = Folder(root, new_name(), schema, sizes)
         temp = f"{streams}/{NEW}{folder.name}"
         try:
-            return folder, _build(folder, temp)
+            return folder, _build(folder, temp, spool_id)
         except (FileNotFoundError, SpoolError, OSError) as error:
             # a recovery may have taken the half-made folder for a dead writer's: then another name will do
             swept = isinstance(error, LockedError) or not os.path.exists(f"{temp}/lock")
@@ -145,11 +145,12 @@ def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
     raise AssertionError("unreachable")
 
 
-def _build(folder: Folder, temp: str) -> int:
+def _build(folder: Folder, temp: str, spool_id: str | None) -> int:
+    own = {} if spool_id is None else {"id": spool_id}
     os.mkdir(temp)
     fd = lock_folder(temp)
     try:
-        group = group_metadata(folder.schema, folder.layout, stream=folder.name, created=time.time())
+        group = group_metadata(folder.schema, folder.layout, stream=folder.name, created=time.time(), **own)
         pwrite_all(fd, group, 0)
         os.fsync(fd)
         os.mkdir(f"{temp}/records")

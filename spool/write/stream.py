@@ -410,6 +410,7 @@ def create_stream(
     direct: bool = True,
     on_commit: OnCommit | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    spool_id: str | None = None,
 ) -> StreamWriter:
     """Make a new stream under a hot root, and return its writer.
 
@@ -423,6 +424,7 @@ def create_stream(
         on_commit: called by the thread that wrote, with the pack and the end of its log, after each group of events;
             quick, and from any thread.
         max_shard_bytes: how large a shard may grow.
+        spool_id: the spool's, kept with the stream.
 
     Raises:
         ConfigError: Zarr cannot store a field, or an option is wrong.
@@ -430,7 +432,7 @@ def create_stream(
     """
     if durability not in ("process", "disk"):
         raise ConfigError(f"durability={durability!r} is neither 'process' nor 'disk'", got=durability)
-    folder, lock_fd = make_folder(root, schema, layout(schema, max_shard_bytes=max_shard_bytes))
+    folder, lock_fd = make_folder(root, schema, layout(schema, max_shard_bytes=max_shard_bytes), spool_id)
     return StreamWriter(
         folder,
         lock_fd,
