@@ -56,12 +56,17 @@ class Source(Struct, frozen=True):
         name, shape = self.spec.name, self.spec.shape
         if self.ends is None:
             return {name: _rows(self._slices(ranges), self.store)}
-        start = self.pieces[0][0]
-        first, stop = ranges[0].position - start, ranges[-1].position + ranges[-1].n - start
-        low = int(self.ends[first - 1]) if first else 0
-        values = self.pieces[0][1].reshape(-1, *shape)[low : int(self.ends[stop - 1]) if stop else 0]
-        ends = self.ends[first:stop] - np.uint64(low)
-        return {f"{name}.offsets": _rows([ends], np.copyto), f"{name}.values": _rows([values], self.store)}
+        start, joined = self.pieces[0][0], self.pieces[0][1].reshape(-1, *shape)
+        ends: list[NDArray[Any]] = []
+        values: list[NDArray[Any]] = []
+        n_values = 0
+        for wanted in ranges:  # what lies between two of them is there already
+            first, stop = wanted.position - start, wanted.stop - start
+            low, high = int(self.ends[first - 1]) if first else 0, int(self.ends[stop - 1]) if stop else 0
+            ends.append(self.ends[first:stop] - np.uint64(low) + np.uint64(n_values))
+            values.append(joined[low:high])
+            n_values += high - low
+        return {f"{name}.offsets": _rows(ends, np.copyto), f"{name}.values": _rows(values, self.store)}
 
     def _slices(self, ranges: Iterable[Range]) -> list[NDArray[Any]]:
         slices = []

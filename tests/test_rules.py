@@ -1206,3 +1206,26 @@ def test_rule_17_empty_aborted_and_zero_length_things_come_back_as_they_were(sp)
     nothing = session(sp, "nothing").finalize(outcome="aborted")
     assert nothing == []
     assert {row.session_id for row in sp.sessions()} == {"s", "nothing"}
+
+
+@pytest.mark.parametrize("align", ["token", "forward"])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_rows_on_both_sides_of_what_is_there_already_are_stored(sp, align, ragged):
+    spec = spool.FieldSpec(name="kept", dtype="int32", align=align, ragged=ragged, shape=() if ragged else (1,))
+
+    def rows(tokens):
+        n = len(tokens) - (align == "forward")
+        return [[t] * (1 + ragged * (t % 3)) for t in tokens[:n]]
+
+    s, a = sp.session("x", fields=[spec]), list(range(300))
+    b = [*a[:280], 999]
+    s.append(prompt_token_ids=a[:1], response_token_ids=a[1:2])
+    s.append(prompt_token_ids=a, response_token_ids=[900], fields={"kept": rows([*a, 900])})
+    s.append(prompt_token_ids=b, response_token_ids=[901])
+    last = [*b, 901, 5, 902]
+    ref = s.append(prompt_token_ids=last[:-1], response_token_ids=last[-1:], fields={"kept": rows(last)})
+    got = sp.read(ref, fields=["kept"])["kept"]
+    if ragged:
+        got = np.split(got.values, got.offsets[1:-1])
+    assert [row.tolist() for row in got] == rows(last)
+    assert sp.verify(deep=True).findings == ()
