@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool import arguments, audit
+from spool import arguments, audit, locks
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import parse_uri
@@ -509,7 +509,7 @@ class Spool:
             ConfigError: the spool has no hot root here.
         """
         root = self._hot_root("a spiller works on")
-        fd = require_lock(root) if lock_fd is None else lock_fd
+        fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
         try:
             spiller = self._spiller()
             try:
@@ -517,7 +517,7 @@ class Spool:
             finally:
                 spiller.close()
         finally:
-            os.close(fd)
+            locks.release(fd)
 
     def _hot_root(self, what: str) -> str:
         if self.config.root is None:
