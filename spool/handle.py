@@ -22,6 +22,7 @@ from spool.errors import ConfigError, InputError
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
+from spool.known import Known
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
@@ -94,7 +95,8 @@ class Spool:
         self._recorder = Recorder(
             config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
-        self._facts = Facts(self._recorder, fields, self._require)
+        self._known = Known(self._recorder, self._history)
+        self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
 
     def _is_local(self, stream: str) -> bool:
         return stream in self._feeder.stream_names()
@@ -248,11 +250,18 @@ class Spool:
             ReleasedError: some of it was deleted.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publisher().publish(_references(refs), timeout_s)
+        self._publisher().publish(self._to_publish(refs), timeout_s)
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+        await self._publisher().publish_async(self._to_publish(refs), timeout_s, self._on_thread)
+
+    def _to_publish(self, refs: Ref | Sequence[Ref]) -> list[Ref]:
+        many = _references(refs)
+        for ref in many:
+            self._known.own(ref)
+        self._known.settled(many)
+        return many
 
     def _publisher(self) -> Publisher:
         if self._feeds.cold is None:
@@ -333,18 +342,16 @@ class Spool:
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
-        return self._history.messages(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.messages(ref)
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""
-        return self._history.tools(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.tools(ref)
 
     def _recorded(self, session_id: str) -> SessionState:
         return self._history.state(arguments.text("session_id", session_id))
-
-    def _require(self, session_id: str) -> None:
-        if self._recorder.live(session_id) is None:
-            self._history.require(session_id)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -411,6 +418,7 @@ class Spool:
         """
         single = isinstance(refs, Ref)
         many = _references(refs)
+        self._known.settled(many)
         tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
         samples = self._readers.read(
             many,
@@ -433,6 +441,7 @@ class Spool:
     ) -> list[ByteRange]:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
         arguments.instance("ref", ref, Ref, _REFERENCES)
+        self._known.settled([ref])
         chosen = arguments.optional(arguments.names, "fields", fields)
         return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
 

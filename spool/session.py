@@ -492,6 +492,26 @@ class Session:
         """It was found to be this process's; not so where another process records it, or nothing was asked yet."""
         return self._record.is_loaded
 
+    @property
+    def is_refused(self) -> bool:
+        """It cannot go on as it was asked to; another one of its id may."""
+        return self._record.refusal is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Its opening is written, by this process or by an owner before."""
+        return self._record.n_openings > 0
+
+    def is_pending(self, index: int) -> bool:
+        """Whether a step belongs to an open transaction here; waits for nothing."""
+        state = self._record.loaded
+        return state is not None and state.is_pending(index)
+
+    def known_step(self, index: int) -> StepCommitted | None:
+        """Return a step that this process knows, or None; waits for nothing."""
+        state = self._record.loaded
+        return None if state is None else state.steps.get(index)
+
     def check_same(self, wanted: SessionOpened) -> None:
         """Refuse to be taken for a session that was to have other fields, rules or identity.
 
