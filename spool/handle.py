@@ -184,7 +184,7 @@ class Spool:
 
     # -- late facts and the end --------------------------------------------------------------------------------------
 
-    def annotate(self, session_id: str, *, segment: SegmentRef | None = None, **facts: Any) -> None:
+    def annotate(self, session_id: str, /, *, segment: SegmentRef | None = None, **facts: Any) -> None:
         """Record late facts of a session (or one of its segments), such as ``reward=1.0``; of one name the last wins.
 
         Raises:
@@ -193,7 +193,7 @@ class Spool:
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
-    def attach(self, ref: SegmentRef | StepRef, *, align: str | None = None, **values: Any) -> None:
+    def attach(self, ref: SegmentRef | StepRef, /, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
 
         Args:

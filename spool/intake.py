@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from msgspec import Struct
@@ -155,17 +156,16 @@ class Intake(Struct, frozen=True):
     messages: tuple[bytes, ...]
     tools: bytes
 
-    def signature(self, finish_reason: str | None) -> bytes:
-        """Return a digest of the whole content, 16 bytes: equal for an append of the same step again."""
-        digest = xxhash.xxh3_128()
-        digest.update(f"{len(self.prompt)} {finish_reason} {self.versions} {self.units};".encode())
-        for part in (self.prompt, self.response):
-            digest.update(part.data)
-        for name in sorted(self.sources):
-            digest.update(self.sources[name].digest())
-        digest.update(messages.join_messages(self.messages))
-        digest.update(self.tools)
-        return digest.digest()
+    def signature(self, *others: Any) -> bytes:
+        """Return a digest of the whole content and of ``others``, 16 bytes: equal for an append of the same step again.
+
+        Args:
+            others: what a step consists of besides; of types that msgpack has.
+        """
+        sources = {name: self.sources[name].digest() for name in sorted(self.sources)}
+        tokens = (self.prompt.tobytes(), self.response.tobytes())
+        whole = (tokens, sources, self.versions, self.units, self.messages, self.tools, others)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(whole))
 
 
 def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:

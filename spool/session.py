@@ -144,8 +144,12 @@ class Session:
             check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
-            signature = b"" if step.step_id is None else intake.signature(step.finish_reason)
-            known = None if step.step_id is None else state.find(step.step_id, held)
+            metadata, parent = json_facts(step.metadata, what), self._own_step(step.parent)
+            signature, known = b"", None
+            if step.step_id is not None:
+                named = state.find(parent, held) if isinstance(parent, str) else None
+                signature = intake.signature(step.finish_reason, parent if named is None else named.index, metadata)
+                known = state.find(step.step_id, held)
             if known is not None:
                 if known.signature != signature:
                     raise StepConflictError(
@@ -157,7 +161,7 @@ class Session:
                 intake.prompt,
                 intake.response,
                 given={field: source.given for field, source in intake.sources.items()},
-                parent=self._own_step(step.parent),
+                parent=parent,
                 units=intake.units,
                 step_id=step.step_id,
                 transaction=held,
@@ -171,7 +175,7 @@ class Session:
                 finish_reason=step.finish_reason,
                 signature=signature,
                 inherited_messages=tail.inherited,
-                metadata=json_facts(step.metadata, what),
+                metadata=metadata,
             )
             with self._recording():
                 index = self._store(state, draft, held, what)

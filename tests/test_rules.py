@@ -1229,3 +1229,27 @@ def test_rows_on_both_sides_of_what_is_there_already_are_stored(sp, align, ragge
         got = np.split(got.values, got.offsets[1:-1])
     assert [row.tolist() for row in got] == rows(last)
     assert sp.verify(deep=True).findings == ()
+
+
+def test_rule_13_a_step_id_stands_for_all_of_a_step(sp):
+    s = session(sp)
+    root = add(s, [1, 2], [3], step_id="root")
+    other = add(s, [7, 8], [9], step_id="other")
+    said = {
+        "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}], "finish_reason": None,
+        "metadata": {"node": 1}, "parent": "root", "units": [("image", 3, 1)], "weight_version": "1",
+        "routed_experts": None,
+    }  # fmt: skip
+    ref = add(s, [1, 2, 3, 4], [5], step_id="x", **said)
+    for same in (said, {**said, "parent": root}, {**said, "parent": 0}):
+        assert add(s, [1, 2, 3, 4], [5], step_id="x", **same) == ref
+    joined = json.dumps({"role": "user", "content": "a"}, separators=(",", ":"))
+    for change in [
+        {"finish_reason": "None"}, {"finish_reason": ""}, {"metadata": {"node": 2}}, {"metadata": None},
+        {"parent": None}, {"parent": other}, {"units": [("image", 3, 2)]}, {"units": ()}, {"weight_version": "2"},
+        {"messages": [*said["messages"], {"name": "t"}], "tools": None}, {"tools": None},
+        {"messages": [], "tools": [json.loads(joined), {"name": "t"}]},
+    ]:  # fmt: skip
+        with pytest.raises(StepConflictError):
+            add(s, [1, 2, 3, 4], [5], step_id="x", **{**said, **change})
+    assert len(s.steps) == 3
