@@ -17,6 +17,7 @@ from spool.errors import InputError
 from spool.formats import arrays, values
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
+from spool.known import Known
 from spool.model.events import Annotated, Attached, Checkpointed, Event, Released, SessionDiscarded
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
@@ -31,19 +32,33 @@ class Facts:
     Args:
         recorder: this process's streams.
         fields: specs that were declared when the spool was opened.
-        require: raises NotFoundError where a session is not recorded.
+        known: checks what is said something of.
+        newest: returns when the newest late fact of a session that the index knows was recorded.
     """
 
-    def __init__(self, recorder: Recorder, fields: Sequence[FieldSpec], require: Callable[[str], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, fields: Sequence[FieldSpec], known: Known, newest: Callable[[str], float]
+    ) -> None:
         self._recorder = recorder
         self._fields = {spec.name: spec for spec in fields}
-        self._require = require
+        self._known = known
+        self._newest = newest
+        self._last_at = 0.0
+
+    def _at(self, session_id: str) -> float:
+        """Return the time of a new fact: later than all that are known of its session, wherever the clock went."""
+        before = max(self._last_at, self._newest(session_id))
+        self._last_at = max(time.time(), math.nextafter(before, math.inf))
+        return self._last_at
 
     def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
         """See `Spool.annotate`."""
-        self._require(session_id)
-        if segment is not None and (not isinstance(segment, SegmentRef) or segment.session_id != session_id):
+        if segment is None:
+            self._known.session(session_id)
+        elif not isinstance(segment, SegmentRef) or segment.session_id != session_id:
             raise InputError(f"segment must be a SegmentRef of session {session_id!r}, got {segment!r:.80}")
+        else:
+            self._known.step(segment)
         _check_names(facts)
         text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
         checked = message_format.decode_messages(b"[" + text + b"]")[0]
@@ -56,13 +71,13 @@ class Facts:
                 "out, and note why as another fact",
                 got=repr(reward),
             )
-        self._record(Annotated(session_id, time.time(), checked, None if segment is None else segment.key))
+        self._record(Annotated(session_id, self._at(session_id), checked, None if segment is None else segment.key))
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
-        if not isinstance(ref, SegmentRef | StepRef) or ref.spool_id != self._recorder.spool_id:
+        if not isinstance(ref, SegmentRef | StepRef):
             raise InputError(f"attach takes a segment or step of this spool, got {ref!r:.80}")
-        self._require(ref.session_id)
+        self._known.step(ref)
         if align is not None:
             one_of("align", align, get_args(Align))
         checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
@@ -93,6 +108,7 @@ class Facts:
     def _attach(self, ref: SegmentRef | StepRef, spec: FieldSpec, rows: NDArray[Any]) -> None:
         writer = self._recorder.writer(Schema.of(spec))
         first = ref.response_start if spec.align == "response" else 0
+        at = self._at(ref.session_id)
 
         def fill(dst: NDArray[Any], start: int) -> None:
             arrays.copy_rows(dst, rows[start : start + len(dst)])
@@ -103,7 +119,7 @@ class Facts:
                 extents.append(Extent(writer.name, run.row, run.n, position, run.crc))
                 position += run.n
             found = {spec.name: tuple(extents)}
-            return encode_event(Attached(ref.session_id, time.time(), ref.key, spec, found))
+            return encode_event(Attached(ref.session_id, at, ref.key, spec, found))
 
         source = {spec.name: Rows(len(rows), fill)}
         with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
@@ -118,10 +134,10 @@ class Facts:
 
     def _discard(self, session_id: str) -> None:
         live = self._recorder.live(session_id)
-        if live is not None:
+        if live is not None and live.is_recorded:
             live.abandon()
-        else:
-            self._require(session_id)
+        else:  # recorded elsewhere, even where somebody here has looked at it
+            self._known.session(session_id)
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
     def withdraw(self, session_id: str) -> None:
@@ -130,13 +146,8 @@ class Facts:
 
     def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
         """See `Spool.release`."""
-        by_session: dict[str, list[str]] = {}
-        for ref in refs:
-            if ref.spool_id != self._recorder.spool_id:
-                raise InputError(f"{ref.id} is a segment of spool {ref.spool_id}; release it there", ref=ref.id)
-            by_session.setdefault(ref.session_id, []).append(ref.key)
-        for session_id, names in by_session.items():
-            self._record(Released(session_id, time.time(), tuple(names), tag))
+        for session_id, own in self._known.released(refs).items():
+            self._record(Released(session_id, time.time(), tuple(ref.key for ref in own), tag))
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool import arguments, audit
+from spool import arguments, audit, locks
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import parse_uri
@@ -22,6 +22,7 @@ from spool.errors import ConfigError, InputError
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
+from spool.known import Known
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
@@ -97,7 +98,8 @@ class Spool:
         self._recorder = Recorder(
             config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
-        self._facts = Facts(self._recorder, fields, self._require)
+        self._known = Known(self._recorder, self._history)
+        self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
 
     def _is_local(self, stream: str) -> bool:
         return stream in self._feeder.stream_names()
@@ -185,7 +187,7 @@ class Spool:
 
     # -- late facts and the end --------------------------------------------------------------------------------------
 
-    def annotate(self, session_id: str, *, segment: SegmentRef | None = None, **facts: Any) -> None:
+    def annotate(self, session_id: str, /, *, segment: SegmentRef | None = None, **facts: Any) -> None:
         """Record late facts of a session (or one of its segments), such as ``reward=1.0``; of one name the last wins.
 
         Raises:
@@ -195,7 +197,7 @@ class Spool:
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
-    def attach(self, ref: SegmentRef | StepRef, *, align: str | None = None, **values: Any) -> None:
+    def attach(self, ref: SegmentRef | StepRef, /, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
 
         Args:
@@ -252,13 +254,20 @@ class Spool:
             ReleasedError: some of it was deleted.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        many = _references(refs)
-        self._publisher().publish(many, arguments.seconds("timeout_s", timeout_s))
+        self._publisher().publish(self._to_publish(refs), arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
+        await self._publisher().publish_async(
+            self._to_publish(refs), arguments.seconds("timeout_s", timeout_s), self._on_thread
+        )
+
+    def _to_publish(self, refs: Ref | Sequence[Ref]) -> list[Ref]:
         many = _references(refs)
-        await self._publisher().publish_async(many, arguments.seconds("timeout_s", timeout_s), self._on_thread)
+        for ref in many:
+            self._known.own(ref)
+        self._known.settled(many)
+        return many
 
     def _publisher(self) -> Publisher:
         if self._feeds.cold is None:
@@ -344,19 +353,17 @@ class Spool:
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
-        return self._history.messages(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.messages(ref)
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""
-        return self._history.tools(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.tools(ref)
 
     def _recorded(self, session_id: str) -> SessionState:
         self._recorder.check_open()
         return self._history.state(arguments.text("session_id", session_id))
-
-    def _require(self, session_id: str) -> None:
-        if self._recorder.live(session_id) is None:
-            self._history.require(session_id)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -424,6 +431,7 @@ class Spool:
         self._recorder.check_open()
         single = isinstance(refs, Ref)
         many = _references(refs)
+        self._known.settled(many)
         tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
         samples = self._readers.read(
             many,
@@ -447,6 +455,7 @@ class Spool:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
         self._recorder.check_open()
         arguments.instance("ref", ref, Ref, _REFERENCES)
+        self._known.settled([ref])
         chosen = arguments.optional(arguments.names, "fields", fields)
         return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
 
@@ -523,7 +532,7 @@ class Spool:
             ConfigError: the spool has no hot root here.
         """
         root = self._hot_root("a spiller works on")
-        fd = require_lock(root) if lock_fd is None else lock_fd
+        fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
         try:
             spiller = self._spiller()
             try:
@@ -531,7 +540,7 @@ class Spool:
             finally:
                 spiller.close()
         finally:
-            os.close(fd)
+            locks.release(fd)
 
     def gc(self, *, dry_run: bool = False) -> list[Decision]:
         """Delete the packs that ``retention`` lets go, in the hot and the cold root.

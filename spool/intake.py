@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from msgspec import Struct
@@ -57,12 +58,17 @@ class Source(Struct, frozen=True):
         name, shape = self.spec.name, self.spec.shape
         if self.ends is None:
             return {name: _rows(self._slices(ranges), self.store)}
-        start = self.pieces[0][0]
-        first, stop = ranges[0].position - start, ranges[-1].position + ranges[-1].n - start
-        low = int(self.ends[first - 1]) if first else 0
-        values = self.pieces[0][1].reshape(-1, *shape)[low : int(self.ends[stop - 1]) if stop else 0]
-        ends = self.ends[first:stop] - np.uint64(low)
-        return {f"{name}.offsets": _rows([ends], np.copyto), f"{name}.values": _rows([values], self.store)}
+        start, joined = self.pieces[0][0], self.pieces[0][1].reshape(-1, *shape)
+        ends: list[NDArray[Any]] = []
+        values: list[NDArray[Any]] = []
+        n_values = 0
+        for wanted in ranges:  # what lies between two of them is there already
+            first, stop = wanted.position - start, wanted.stop - start
+            low, high = int(self.ends[first - 1]) if first else 0, int(self.ends[stop - 1]) if stop else 0
+            ends.append(self.ends[first:stop] - np.uint64(low) + np.uint64(n_values))
+            values.append(joined[low:high])
+            n_values += high - low
+        return {f"{name}.offsets": _rows(ends, np.copyto), f"{name}.values": _rows(values, self.store)}
 
     def _slices(self, ranges: Iterable[Range]) -> list[NDArray[Any]]:
         slices = []
@@ -153,17 +159,16 @@ class Intake(Struct, frozen=True):
     tools: bytes
     cleared: bytes = b""
 
-    def signature(self, finish_reason: str | None) -> bytes:
-        """Return a digest of the whole content, 16 bytes: equal for an append of the same step again."""
-        digest = xxhash.xxh3_128()
-        digest.update(f"{len(self.prompt)} {finish_reason} {self.versions} {self.units};".encode())
-        for part in (self.prompt, self.response):
-            digest.update(part.data)
-        for name in sorted(self.sources):
-            digest.update(self.sources[name].digest())
-        digest.update(messages.join_messages(self.messages))
-        digest.update(self.tools)
-        return digest.digest()
+    def signature(self, *others: Any) -> bytes:
+        """Return a digest of the whole content and of ``others``, 16 bytes: equal for an append of the same step again.
+
+        Args:
+            others: what a step consists of besides; of types that msgpack has.
+        """
+        sources = {name: self.sources[name].digest() for name in sorted(self.sources)}
+        tokens = (self.prompt.tobytes(), self.response.tobytes())
+        whole = (tokens, sources, self.versions, self.units, self.messages, self.tools, others)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(whole))
 
 
 def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:

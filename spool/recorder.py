@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from spool.catalog import Catalog, DamagedError, Located
@@ -100,7 +100,7 @@ class Recorder:
         """Return the live session of that id, or make it; a ``fresh`` id was drawn here and is recorded nowhere."""
         with self._own():
             live = self._sessions.get(opened.session_id)
-            if live is not None:
+            if live is not None and not live.is_refused:
                 live.check_same(opened)
                 return live
             if opened.idle_s is not None:
@@ -120,6 +120,11 @@ class Recorder:
                 raise SessionStateError(f"session {opened.session_id!r} is live in this process already")
             live = self._sessions[opened.session_id] = Session(self, opened, token)
         return live
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """The live sessions of this process, to look at."""
+        return self._sessions if self._pid == os.getpid() else {}
 
     def live(self, session_id: str) -> Session | None:
         """Return the live session of that id, or None."""

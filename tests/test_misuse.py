@@ -418,20 +418,10 @@ def test_an_argument_of_the_wrong_type_is_refused_by_a_typed_error_and_changes_n
 def test_every_public_verb_is_swept():
     verbs = {f"{kind}{name}" for kind, cls in (("", spool.Spool), ("Session.", spool.Session)) for name in vars(cls)}
     swept = CALLS.keys() | {f"Session.{name}" for name in CALLS}
-    without = {
-        "close",
-        "flush",
-        "info",
-        "usage",
-        "rebuild",
-        "recover",
-        "expire_idle",
-        "gc",
-        "backlog",
-        "spill",
-    }  # nothing, or a flag, to pass
-    inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "on_thread",
-              "suspend", "transaction"}  # fmt: skip
+    without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle", "gc", "backlog",
+               "spill"}  # fmt: skip
+    inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "is_pending", "is_recorded",
+              "is_refused", "known_step", "on_thread", "suspend", "transaction"}  # fmt: skip
     left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without
     assert left == {f"Session.{name}" for name in inside}
 
@@ -560,7 +550,7 @@ def test_segments_of_another_spool_are_not_released_here(sp, tmp_path):
     with spool.open(tmp_path / "other") as other:
         add(other.session("s"))
         refs = other.session("s").finalize()
-        with pytest.raises(InputError, match="release it there"):
+        with pytest.raises(InputError, match="go to that one with it"):
             sp.release(refs)
         other.release(refs, tag="a")
         other.release(ref for ref in refs)

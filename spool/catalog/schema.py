@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from functools import partial
 
 import apsw
 
+from spool import locks
 from spool.catalog.rows import PackState
 from spool.errors import IntegrityError
 
@@ -213,11 +213,10 @@ def move_aside(path: str, damaged: Identity) -> str | None:
         The new path; None where another process moved the file first.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = locks.wait_for(path)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         if identity(path) != damaged:
             return None
         n = 0
@@ -230,4 +229,4 @@ def move_aside(path: str, damaged: Identity) -> str | None:
                 os.rename(path + suffix, target + suffix)
         return target
     finally:
-        os.close(fd)
+        locks.release(fd)

@@ -123,7 +123,7 @@ class SessionState:
 
     @property
     def next_index(self) -> int:
-        """Index of the next step. Never one that was used, but for those of steps that were rolled back."""
+        """Index of the next step: never one that was used, not even by a step that was rolled back."""
         return self._tree.next_index
 
     @property
@@ -134,6 +134,10 @@ class SessionState:
     def visible(self, transaction: Hashable | None = None) -> list[int]:
         """Return the indexes of the steps that are seen, ascending."""
         return self._tree.visible(transaction)
+
+    def is_pending(self, index: int) -> bool:
+        """Tell whether a step belongs to an open transaction."""
+        return self._tree.is_pending(index)
 
     def find(self, step_id: str, transaction: Hashable | None = None) -> StepCommitted | None:
         """Return the step of this id, or None."""
@@ -353,6 +357,10 @@ class SessionState:
         self._tree.discard(event.index, transaction)
         if transaction is None:
             self._chains.forget([event.index])
+
+    def skip_to(self, index: int) -> None:
+        """Give out no index below ``index``."""
+        self._tree.next_index = max(self._tree.next_index, index)
 
     def rollback(self, transaction: Hashable) -> None:
         """Take back what an open transaction adds, and give back what it discards."""

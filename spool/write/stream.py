@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from spool import locks
 from spool.errors import ConfigError, InputError, SessionStateError, SpoolError
 from spool.formats.frames import LOG_HEADER, frame
 from spool.model.fields import MAX_SHARD_BYTES, Schema, layout
@@ -397,7 +398,7 @@ class StreamWriter:
     def _unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
-            os.close(fd)
+            locks.release(fd)
 
 
 def create_stream(
