@@ -114,9 +114,9 @@ class Facts:
             self._require(session_id)
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
-    def withdraw(self, session_id: str) -> None:
-        """Record that a session is withdrawn, whoever recorded it."""
-        self._record(SessionDiscarded(session_id, time.time()))
+    def withdraw(self, session_ids: Sequence[str]) -> None:
+        """Record that sessions are withdrawn, whoever recorded them."""
+        self._record(*(SessionDiscarded(session_id, time.time()) for session_id in session_ids))
 
     def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
         """See `Spool.release`."""
@@ -125,15 +125,15 @@ class Facts:
             if ref.spool_id != self._recorder.spool_id:
                 raise InputError(f"{ref.id} is a segment of spool {ref.spool_id}; release it there", ref=ref.id)
             by_session.setdefault(ref.session_id, []).append(ref.key)
-        for session_id, names in by_session.items():
-            self._record(Released(session_id, time.time(), tuple(names), tag))
+        self._record(*(Released(name, time.time(), tuple(keys), tag) for name, keys in by_session.items()))
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""
         self._record(Checkpointed(tag, time.time()))
 
-    def _record(self, event: Event) -> None:
-        with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
+    def _record(self, *events: Event) -> None:
+        if events:
+            with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(*events))
 
 
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:

@@ -24,6 +24,7 @@ from spool.feeds import Feeds
 from spool.history import History
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
+from spool.logs.packs import has_files
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
@@ -99,8 +100,8 @@ class Spool:
         )
         self._facts = Facts(self._recorder, fields, self._require)
 
-    def _is_local(self, stream: str) -> bool:
-        return stream in self._feeder.stream_names()
+    def _is_local(self, stream: str, pack: int) -> bool:
+        return self.config.root is not None and has_files(self.config.root, stream, pack)
 
     def __repr__(self) -> str:
         return f"<spool.Spool {self.config.url}>"
@@ -481,7 +482,7 @@ class Spool:
         Returns:
             What it then holds, and as ``problems`` what of the logs could not be taken in.
         """
-        problems = self._feeder.rebuild()
+        problems = self._feeds.rebuild()
         totals = msgspec.structs.asdict(self._catalog.totals())
         return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 
@@ -493,7 +494,7 @@ class Spool:
         found = recover(self._hot_root("recovery works on"), dry_run=dry_run)
         if not dry_run:
             if any(stream.damaged_bytes for stream in found):
-                self._feeder.rebuild()
+                self._feeds.rebuild()
             self.expire_idle()
         return found
 

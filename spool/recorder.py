@@ -19,7 +19,7 @@ from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
-from spool.record import Recorded, SuspendToken
+from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
 from spool.session import Session
@@ -38,7 +38,7 @@ class Recorder:
         spool_id: identity of the spool.
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
-        known_tools: (stream, key) of the tool schemas that this process stored.
+        known_tools: the tool schemas that this process stored in its streams' latest packs.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Recorder:
         self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
-        self.known_tools: set[tuple[str, str]] = set()
+        self.known_tools = KnownTools()
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
@@ -292,8 +292,8 @@ class Recorder:
         """Return the names of this process's streams."""
         return [writer.name for writer in list(self._writers.values())]
 
-    def record(self, event: Event) -> None:
-        """Commit an event that brings no payload, in any stream of this process; without a hot root, in a fact file.
+    def record(self, *events: Event) -> None:
+        """Commit events that bring no payload, in any stream of this process; without a hot root, all in one fact file.
 
         Raises:
             CapacityError: there is no room now.
@@ -301,10 +301,11 @@ class Recorder:
         """
         self._own()
         if self._config.root is None and self._feeds.cold is not None and not self._readonly:
-            self._feeds.cold.write_facts([event])
+            self._feeds.cold.write_facts(events)
             return
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
-        writer.commit(encode_event(event))
+        for event in events:
+            writer.commit(encode_event(event))
 
     def executor(self) -> Executor:
         """Return the threads of the async twins, made on first use."""
