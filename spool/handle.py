@@ -43,10 +43,11 @@ from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
-from spool.spiller.collect import Collector
+from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller, read_status
+from spool.spiller.rollup import roll_up
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
@@ -542,9 +543,11 @@ class Spool:
         plan = collector.plan()
         if not dry_run:
             collector.run(plan)
+            if self.config.root is None and self._feeds.cold is not None:
+                roll_up(self._feeds.cold)
         return plan
 
-    def _collect(self) -> int:
+    def _collect(self) -> Collected:
         collector = self._collector()
         return collector.run(collector.plan())
 

@@ -297,7 +297,8 @@ class ColdFeeder:
             told = dict(zip(waiting, self._threads.map(self._tombstone, waiting), strict=True))
             marks = {packs[key]: mark for key, mark in told.items() if mark is not None}
             self._done.update({pack: mark for pack, mark in marks.items() if mark.done})
-            return {**{pack: mark for pack, mark in self._done.items() if pack in packs.values()}, **marks}
+            there = set(packs.values())
+            return {**{pack: mark for pack, mark in self._done.items() if pack in there}, **marks}
 
     def packs_in(self, key: str) -> tuple[Pack, ...] | None:
         """Return the packs that a roll-up lists; None where it is damaged or no longer there."""
