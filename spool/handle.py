@@ -444,7 +444,7 @@ class Spool:
     # -- the files ---------------------------------------------------------------------------------------------------
 
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Check that everything recorded is on disk.
+        """Check that everything recorded is there, in the hot root or in the cold one.
 
         Args:
             deep: re-read everything, check every checksum, and lint the routing.
@@ -453,8 +453,18 @@ class Spool:
         if progress is not None and not callable(progress):
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
         problems = self._feeds.catch_up(fresh=True)
-        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
-        return audit.verify(self._hot_store("verify"), recorded, deep=deep, progress=progress)
+        states = {(row.stream, row.pack): row.state for row in self._catalog.packs.rows()}
+        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), states, problems)
+        return audit.verify(self._readers.store, self._cold_packs(states), recorded, deep=deep, progress=progress)
+
+    def _cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
+        cold = self._feeds.cold
+        if cold is None:
+            return None
+        entries = cold.entries()
+        return audit.ColdPacks(
+            cold.objects, {pack: entry for pack, entry in entries.items() if states.get(pack) != "gone"}
+        )
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""

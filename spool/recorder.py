@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -10,7 +11,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
-from spool.errors import ConfigError, LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.errors import (
+    ConfigError,
+    IntegrityError,
+    LockedError,
+    NotFoundError,
+    ReleasedError,
+    SessionStateError,
+    SpoolError,
+)
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
@@ -26,6 +35,8 @@ from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
+
+log = logging.getLogger("spool")
 
 ENDED_KEPT = 4096
 """Sessions that ended here and that the index, at most 50 ms late, may not have yet."""
@@ -77,6 +88,7 @@ class Recorder:
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
         self.known_tools = KnownTools()
+        self._unended: set[str] = set()
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
@@ -148,6 +160,11 @@ class Recorder:
                 (live or self.start(SessionOpened(session_id=session_id, at=time.time()))).finalize(outcome="timeout")
             except LockedError:
                 self.forget(session_id)
+            except (IntegrityError, ReleasedError, NotFoundError) as error:  # the others shall end all the same
+                self.forget(session_id)
+                if session_id not in self._unended:
+                    log.warning("the idle session %r cannot be ended: %s", session_id, error)
+                    self._unended.add(session_id)
             else:
                 ended.append(session_id)
         return ended
@@ -167,7 +184,7 @@ class Recorder:
         """
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
-        if not located and token is not None:  # it may come from another node
+        if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(fresh=True)
             located = self._catalog.session_events(session_id)
         if not located:

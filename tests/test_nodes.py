@@ -93,7 +93,9 @@ def test_eight_writers_four_readers_and_a_trainer(cold, tmp_path):
             with pytest.raises(spool.ReleasedError):
                 operator.read(ref)
         assert operator._feeds.cold.objects.list("manifests/") == []
-        assert not [o.key for o in operator._feeds.cold.objects.list("streams/") if "/c/" in o.key or "/records/" in o.key]
+        assert not [
+            o.key for o in operator._feeds.cold.objects.list("streams/") if "/c/" in o.key or "/records/" in o.key
+        ]
 
 
 def test_a_session_goes_on_at_another_node(cold, tmp_path):

@@ -90,6 +90,12 @@ def has_files(root: str, stream: str, pack: int) -> bool:
     return any(os.path.exists(f"{folder}.{ending}") for ending in ("cold", "arrow", "log", "gone"))
 
 
+def has_left(root: str, stream: str, pack: int) -> bool:
+    """Whether a pack was evicted or deleted."""
+    folder = f"{root}/streams/{stream}/records/{pack}"
+    return not os.path.exists(f"{folder}.arrow") and any(map(os.path.exists, (f"{folder}.cold", f"{folder}.gone")))
+
+
 def read_cold(root: str, stream: str, pack: int) -> ColdMark:
     """Return what the marker of a spilled pack says; nothing where it cannot be read."""
     return _read(marker_path(root, stream, pack, "cold"), ColdMark) or ColdMark()
