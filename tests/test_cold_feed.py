@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -18,10 +17,12 @@ from tiers import record
 import spool
 from spool.catalog import Catalog
 from spool.formats import manifest
+from spool.formats.cold_arrays import cold_group_metadata
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup, manifest_key
 from spool.model.events import SessionOpened
+from spool.model.fields import Schema, layout
 from spool.spiller.rollup import MANIFESTS_ROLLED, roll_up
 from spool.stores.objects import open_objects
 
@@ -71,10 +72,9 @@ def put_manifest(objects, pack, *, stream="20260101T000000-00000001", session=No
 
 def put_group(objects, stream="20260101T000000-00000001"):
     """Put a stream's group that has no arrays."""
-    attributes = {"spool:format": 1, "spool:stream": stream, "spool:created": 0.0, "spool:codecs": {},
-                  "spool:schema": {"fields": []}, "spool:layout": {"chunk_rows": {}, "shard_rows": {}}}  # fmt: skip
-    document = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    objects.put(f"streams/{stream}/zarr.json", json.dumps(document).encode())
+    schema = Schema()
+    data = cold_group_metadata(schema, layout(schema), {}, stream=stream, created=0.0)
+    objects.put(f"streams/{stream}/zarr.json", data)
 
 
 def ids(catalog):
