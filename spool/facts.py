@@ -140,21 +140,23 @@ class Facts:
             self._known.session(session_id)
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
-    def withdraw(self, session_id: str) -> None:
-        """Record that a session is withdrawn, whoever recorded it."""
-        self._record(SessionDiscarded(session_id, time.time()))
+    def withdraw(self, session_ids: Sequence[str]) -> None:
+        """Record that sessions are withdrawn, whoever recorded them."""
+        self._record(*(SessionDiscarded(session_id, time.time()) for session_id in session_ids))
 
     def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
         """See `Spool.release`."""
-        for session_id, own in self._known.released(refs).items():
-            self._record(Released(session_id, time.time(), tuple(ref.key for ref in own), tag))
+        released = self._known.released(refs)
+        events = (Released(name, time.time(), tuple(ref.key for ref in own), tag) for name, own in released.items())
+        self._record(*events)
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""
         self._record(Checkpointed(tag, time.time()))
 
-    def _record(self, event: Event) -> None:
-        with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
+    def _record(self, *events: Event) -> None:
+        if events:
+            with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(*events))
 
 
 def _check_names(facts: Iterable[str]) -> None:

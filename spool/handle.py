@@ -25,6 +25,7 @@ from spool.history import History
 from spool.known import Known
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
+from spool.logs.packs import has_files
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
@@ -43,10 +44,11 @@ from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
-from spool.spiller.collect import Collector
+from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller, read_status
+from spool.spiller.rollup import roll_up
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
@@ -101,8 +103,8 @@ class Spool:
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
 
-    def _is_local(self, stream: str) -> bool:
-        return stream in self._feeder.stream_names()
+    def _is_local(self, stream: str, pack: int) -> bool:
+        return self.config.root is not None and has_files(self.config.root, stream, pack)
 
     def __repr__(self) -> str:
         return f"<spool.Spool {self.config.url}>"
@@ -462,7 +464,7 @@ class Spool:
     # -- the files ---------------------------------------------------------------------------------------------------
 
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
-        """Check that everything recorded is on disk.
+        """Check that everything recorded is there, in the hot root or in the cold one.
 
         Args:
             deep: re-read everything, check every checksum, and lint the routing.
@@ -471,8 +473,18 @@ class Spool:
         if progress is not None and not callable(progress):
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
         problems = self._look()
-        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), problems)
-        return audit.verify(self._hot_store("verify"), recorded, deep=deep, progress=progress)
+        states = {(row.stream, row.pack): row.state for row in self._catalog.packs.rows()}
+        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), states, problems)
+        return audit.verify(self._readers.store, self._cold_packs(states), recorded, deep=deep, progress=progress)
+
+    def _cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
+        cold = self._feeds.cold
+        if cold is None:
+            return None
+        entries = cold.entries()
+        return audit.ColdPacks(
+            cold.objects, {pack: entry for pack, entry in entries.items() if states.get(pack) != "gone"}
+        )
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
@@ -501,7 +513,7 @@ class Spool:
         Returns:
             What it then holds, and as ``problems`` what of the logs could not be taken in.
         """
-        problems = self._feeder.rebuild()
+        problems = self._feeds.rebuild()
         totals = msgspec.structs.asdict(self._catalog.totals())
         return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 
@@ -513,7 +525,7 @@ class Spool:
         found = recover(self._hot_root("recovery works on"), dry_run=dry_run)
         if not dry_run:
             if any(stream.damaged_bytes for stream in found):
-                self._feeder.rebuild()
+                self._feeds.rebuild()
             self.expire_idle()
         return found
 
@@ -561,9 +573,11 @@ class Spool:
         plan = collector.plan()
         if not dry_run:
             collector.run(plan)
+            if self.config.root is None and self._feeds.cold is not None:
+                roll_up(self._feeds.cold)
         return plan
 
-    def _collect(self) -> int:
+    def _collect(self) -> Collected:
         collector = self._collector()
         return collector.run(collector.plan())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
@@ -53,6 +53,36 @@ class Recorded(NamedTuple):
     n_foreign: int
 
 
+class StoredTools(NamedTuple):
+    """Tool schemas that are in a pack."""
+
+    stream: str
+    pack: int
+    key: str
+
+
+class KnownTools:
+    """The tool schemas in the latest pack of each stream of this process. Safe from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._packs: dict[str, tuple[int, set[str]]] = {}
+
+    def __contains__(self, place: StoredTools) -> bool:
+        pack, keys = self._packs.get(place.stream, (-1, set()))
+        return pack == place.pack and place.key in keys
+
+    def update(self, places: Iterable[StoredTools]) -> None:
+        """Note tool schemas that are committed; of an older pack than is known, nothing is kept."""
+        with self._lock:
+            for place in places:
+                pack, keys = self._packs.get(place.stream, (-1, set()))
+                if place.pack > pack:
+                    self._packs[place.stream] = place.pack, {place.key}
+                elif place.pack == pack:
+                    keys.add(place.key)
+
+
 class Host(Protocol):
     """What a session needs of the process that records it.
 
@@ -60,13 +90,13 @@ class Host(Protocol):
         spool_id: identity of the spool.
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
-        known_tools: (stream, key) of the tool schemas that this process stored.
+        known_tools: the tool schemas that this process stored in its streams' latest packs.
     """
 
     spool_id: str
     roots: tuple[str, ...]
     append_timeout_s: float
-    known_tools: set[tuple[str, str]]
+    known_tools: KnownTools
 
     def kept(self, opened: SessionOpened) -> Schema:
         """Return the schema of what is stored of the session's fields."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -10,7 +11,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
-from spool.errors import ConfigError, LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.errors import (
+    ConfigError,
+    IntegrityError,
+    LockedError,
+    NotFoundError,
+    ReleasedError,
+    SessionStateError,
+    SpoolError,
+)
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
@@ -19,13 +28,15 @@ from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
-from spool.record import Recorded, SuspendToken
+from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
+
+log = logging.getLogger("spool")
 
 ENDED_KEPT = 4096
 """Sessions that ended here and that the index, at most 50 ms late, may not have yet."""
@@ -38,7 +49,7 @@ class Recorder:
         spool_id: identity of the spool.
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
-        known_tools: (stream, key) of the tool schemas that this process stored.
+        known_tools: the tool schemas that this process stored in its streams' latest packs.
     """
 
     def __init__(
@@ -76,7 +87,8 @@ class Recorder:
         self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
-        self.known_tools: set[tuple[str, str]] = set()
+        self.known_tools = KnownTools()
+        self._unended: set[str] = set()
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
@@ -158,6 +170,11 @@ class Recorder:
                 (live or self.start(SessionOpened(session_id=session_id, at=time.time()))).finalize(outcome="timeout")
             except LockedError:
                 self.forget(session_id)
+            except (IntegrityError, ReleasedError, NotFoundError) as error:  # the others shall end all the same
+                self.forget(session_id)
+                if session_id not in self._unended:
+                    log.warning("the idle session %r cannot be ended: %s", session_id, error)
+                    self._unended.add(session_id)
             else:
                 ended.append(session_id)
         return ended
@@ -177,7 +194,7 @@ class Recorder:
         """
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
-        if not located and token is not None:  # it may come from another node
+        if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(fresh=True)
             located = self._catalog.session_events(session_id)
         if not located:
@@ -303,8 +320,8 @@ class Recorder:
         """Return the names of this process's streams."""
         return [writer.name for writer in list(self._writers.values())]
 
-    def record(self, event: Event) -> None:
-        """Commit an event that brings no payload, in any stream of this process; without a hot root, in a fact file.
+    def record(self, *events: Event) -> None:
+        """Commit events that bring no payload, in any stream of this process; without a hot root, all in one fact file.
 
         Raises:
             CapacityError: there is no room now.
@@ -312,10 +329,11 @@ class Recorder:
         """
         self._own()
         if self._config.root is None and self._feeds.cold is not None and not self._readonly:
-            self._feeds.cold.write_facts([event])
+            self._feeds.cold.write_facts(events)
             return
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
-        writer.commit(encode_event(event))
+        for event in events:
+            writer.commit(encode_event(event))
 
     def executor(self) -> Executor:
         """Return the threads of the async twins, made on first use."""

@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ from spool.model.events import (
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
+    Single,
     StepCommitted,
     StepDiscarded,
     ToolsStored,
@@ -30,14 +31,14 @@ from spool.model.events import (
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
-from spool.record import Host, Record, SuspendToken, check_same
+from spool.record import Host, Record, StoredTools, SuspendToken, check_same
 from spool.rollout.messages import extend
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.transaction import Held, TransactionBlock, held_by_task
 
 if TYPE_CHECKING:
-    pass
+    from spool.write.stream import StreamWriter
 
 T = TypeVar("T")
 
@@ -191,18 +192,23 @@ class Session:
             source = draft.intake.sources[field]
             check_ragged(source, writer.layout, what)
             rows.update(source.rows(ranges))
-        tools = self._tools(draft.intake, writer.name)
+        tools = _tools(draft.intake)
         committed: list[StepCommitted] = []
+        stored: list[StoredTools] = []
 
         def event(runs: Runs) -> bytes | None:
             committed[:] = [draft.event(runs, writer.name)]
-            return encode_event(together(tools, committed[0])) if held is None else None
+            if held is not None:
+                return None
+            stored[:] = self._missing_tools(filter(None, [tools]), writer)
+            return encode_event(together(tools if stored else None, committed[0]))
 
         writer.append(rows, event)
-        if held is not None:
-            held.events.extend(filter(None, (tools, committed[0])))
-        elif tools is not None:
-            self._host.known_tools.add((writer.name, tools.key))
+        if held is None:
+            self._host.known_tools.update(stored)
+        else:
+            known = tools in held.events
+            held.events.extend(filter(None, (None if known else tools, committed[0])))
         state.commit(committed[0], transaction=held)
         return committed[0].index
 
@@ -213,12 +219,10 @@ class Session:
             raise InputError(f"step {step.id} is of another session than {self.session_id!r}", step=step.id)
         return step.index
 
-    def _tools(self, intake: Intake, stream: str) -> ToolsStored | None:
-        """Return the event that stores the step's tool schemas, unless this stream has them."""
-        if not intake.tools:
-            return None
-        key = content_key(intake.tools)
-        return None if (stream, key) in self._host.known_tools else ToolsStored(key, intake.tools)
+    def _missing_tools(self, tools: Iterable[ToolsStored], writer: StreamWriter) -> list[StoredTools]:
+        """Return which of these tool schemas the open pack does not have: a pack that goes takes no other's along."""
+        places = [StoredTools(writer.name, writer.position.pack, item.key) for item in tools]
+        return [place for place in places if place not in self._host.known_tools]
 
     def _check_inline(self, inline: Sequence[str]) -> None:
         known = sorted(spec.name for spec in self._record.opened.fields)
@@ -449,9 +453,21 @@ class Session:
             self._check_whole(state, held)
             with self._recording():
                 if held.events:
-                    self._record.commit(Transaction(tuple(held.events)))
+                    self._commit_together(held.events)
                 state.settle(held)
                 held.over = True
+
+    def _commit_together(self, events: Sequence[Single]) -> None:
+        writer, stored = self._record.writer(), list[StoredTools]()
+
+        def event(_: Runs) -> bytes:
+            stored[:] = self._missing_tools((item for item in events if isinstance(item, ToolsStored)), writer)
+            keys = {place.key for place in stored}
+            kept = (item for item in events if not isinstance(item, ToolsStored) or item.key in keys)
+            return encode_event(Transaction(tuple(kept)))
+
+        writer.append({}, event)
+        self._host.known_tools.update(stored)
 
     def _drop(self, held: Held) -> None:
         """Take out of the state what a transaction holds that was not committed, where it is in there."""
@@ -535,6 +551,11 @@ class Session:
         state = self._record.state()
         state.check_open()
         return state
+
+
+def _tools(intake: Intake) -> ToolsStored | None:
+    """Return the event that stores a step's tool schemas."""
+    return ToolsStored(content_key(intake.tools), intake.tools) if intake.tools else None
 
 
 def _outcome_of(kind: type[BaseException]) -> Outcome:

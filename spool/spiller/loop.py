@@ -19,8 +19,10 @@ from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
 from spool.retention import Eviction, eviction_plan, over
+from spool.spiller.collect import Collected
 from spool.spiller.evict import evict
 from spool.spiller.plan import packs_to_spill
+from spool.spiller.rollup import roll_up
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file, write_atomic
@@ -33,6 +35,9 @@ HIGH, LOW = 0.85, 0.75
 LOOK_S, LONGEST_LOOK_S = 0.1, 1.0
 UPKEEP_S = 5.0
 """Between two looks at what is not urgent: dead writers, idle sessions, other nodes' news, retention."""
+TIDY_S = 60.0
+"""Between two looks at manifests that could be one, and at uploads that never ended."""
+STALE_UPLOAD_S = 86_400.0
 IDLE_S = 2.0
 """How long there is nothing to do before a spiller that nobody needs ends."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
@@ -85,7 +90,7 @@ class Spiller:
         store: the root's bytes.
         own: returns the streams of this very process, which needs no spiller for itself.
         expire: ends idle sessions of dead writers.
-        collect: deletes what retention lets go; returns how many packs.
+        collect: deletes what retention lets go.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Spiller:
         *,
         own: Callable[[], Collection[str]],
         expire: Callable[[], object],
-        collect: Callable[[], int],
+        collect: Callable[[], Collected],
     ) -> None:
         assert config.root is not None
         self._root = config.root
@@ -114,6 +119,8 @@ class Spiller:
         self._damaged: dict[tuple[str, int], str] = {}
         self._upload_s = 0.0
         self._kept_at = 0.0
+        self._tidied_at = float("-inf")
+        self._n_waiting = 0
 
     def run(self, stop: threading.Event, *, until_idle: bool) -> None:
         """Work until ``stop`` is set; with ``until_idle`` also end when nothing needs this spiller any more."""
@@ -170,9 +177,18 @@ class Spiller:
         if self._cold is not None:
             self._cold.catch_up()
         self._expire()
-        n_deleted = self._collect()
-        self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_deleted)
-        return n_deleted > 0
+        self._tidy()
+        n_gone, self._n_waiting = self._collect()
+        self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_gone)
+        return n_gone > 0
+
+    def _tidy(self) -> None:
+        """Keep the cold root easy to list."""
+        if self._cold is None or time.monotonic() - self._tidied_at < TIDY_S:
+            return
+        roll_up(self._cold, self._feeder.stream_names())
+        self._cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
+        self._tidied_at = time.monotonic()
 
     def _spill(self) -> bool:
         if self._uploader is None:
@@ -237,7 +253,9 @@ class Spiller:
         return float("inf") if self._config.hot_bytes is None else part * self._config.hot_bytes
 
     def _is_needed(self) -> bool:
-        """Whether a writer lives, which may seal a pack at any time."""
+        """Whether a writer lives, which may seal a pack at any time, or deleted packs wait for their readers."""
+        if self._n_waiting:
+            return True
         own = self._own()
         return any(is_live(self._root, name) for name in self._feeder.stream_names() if name not in own)
 

@@ -128,6 +128,8 @@ class Uploader:
 
     def _describe(self, stream: Stream, new: Sequence[PackEntry]) -> None:
         """Say in the documents of the arrays which rows are there, the ``new`` packs' among them."""
+        for pack in stream.entries.keys() - packs_of(stream.folder, ".cold"):
+            del stream.entries[pack]  # it was deleted meanwhile
         entries = {**stream.entries, **{entry.pack: entry for entry in new}}
         documents = []
         for name, layout in stream.layouts.items():
