@@ -104,7 +104,7 @@ def test_rows_of_steps_are_not_made_room_for_by_what_a_position_says(world):
     sp, refs, _ = world
     for call in (sp.read, sp.locate):
         with pytest.raises(IntegrityError, match="damaged"):
-            call(changed(refs[-1], "score", position=2**40))
+            call(changed(refs[0], "score", position=2**40))
 
 
 def test_values_of_another_stream_are_refused(world):
