@@ -248,6 +248,10 @@ class LogFeeder:
         except FileNotFoundError:
             self._drop(name)
             return True
+        except SpoolError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            raise map_os_error(error, what="list", path=folder) from error
         there = [self._feed_log(name, pack, known) for pack in known.logs]
         return all(there)
 
