@@ -138,7 +138,8 @@ class Spool:
             group_id, sample_index, rollout_step, source, prompt_id, split, attempt: identity, carried in references.
             experts: the model's routing shape, or its name in `spool.models`; needed to store ``routed_experts``.
             fields: specs of further fields of this session.
-            prefer: of rows sent again, keep the ``first`` or the ``last``.
+            prefer: of forward rows sent again, keep the ``first`` or the ``last``. A ``token`` field's rows stand for
+                their tokens: those of a prefix that is there already are kept, what is sent again is not.
             trim: how many final response tokens may be missing from the next prompt.
             idle_s: end as ``timeout`` after so long without an append; the spool's ``session_idle_s`` where None.
             metadata: JSON-able facts about the session.

@@ -12,6 +12,7 @@ import pytest
 from writing import folder, stream
 
 from spool import locks
+from spool.catalog import schema
 from spool.errors import StorageError
 from spool.logs import streams
 from spool.write import recover as recovery
@@ -128,3 +129,10 @@ def test_a_folder_of_streams_that_cannot_be_listed_is_an_error_of_the_storage(tm
     (tmp_path / "streams").touch()
     with pytest.raises(StorageError, match="cannot list"):
         streams.stream_names(str(tmp_path))
+
+
+def test_a_catalog_that_cannot_be_looked_at_is_an_error_of_the_storage(tmp_path):
+    (tmp_path / "file").touch()
+    assert schema.identity(str(tmp_path / "none")) is None
+    with pytest.raises(StorageError, match="cannot look at"):
+        schema.identity(str(tmp_path / "file" / "catalog.sqlite"))

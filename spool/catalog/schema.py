@@ -10,7 +10,7 @@ import apsw
 
 from spool import locks
 from spool.catalog.rows import PackState
-from spool.errors import IntegrityError
+from spool.errors import IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
 VERSION = 2
@@ -113,11 +113,17 @@ class DamagedError(IntegrityError):
 
 
 def identity(path: str) -> Identity | None:
-    """Return device and inode of the file at ``path``, or None where there is none."""
+    """Return device and inode of the file at ``path``, or None where there is none.
+
+    Raises:
+        StorageError: it cannot be looked at.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageError(f"cannot look at {path}: {error.strerror}; check the disk", path=path) from error
     return found.st_dev, found.st_ino
 
 
