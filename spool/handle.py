@@ -43,13 +43,17 @@ from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
 from spool.spiller.collect import Collector
-from spool.spiller.elect import require_lock
+from spool.spiller.elect import require_lock, step_back
 from spool.spiller.keeper import Keeper
-from spool.spiller.loop import Spiller, read_status
+from spool.spiller.loop import Spiller
+from spool.spiller.status import Status, read_status
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
+
+RELEASE_WAIT_S = 0.5
+"""How long an append waits for room before a spool without cold root has a spiller delete what is released."""
 
 _REFERENCES = "references, as append, finalize and segments() return them"
 
@@ -93,11 +97,20 @@ class Spool:
         self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
         self._keeper = None
         if config.root is not None and not readonly:
-            self._keeper = Keeper(config.root, config.uri, self._catalog, interval_s=config.publish_interval_s)
+            self._keeper = Keeper(
+                config.root,
+                config.uri,
+                self._catalog,
+                interval_s=config.publish_interval_s,
+                patience_s=0.0 if config.spill is not None else RELEASE_WAIT_S,
+            )
         self._recorder = Recorder(
             config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
         self._facts = Facts(self._recorder, fields, self._require)
+        self._publisher: Publisher | None = None
+        if cold is not None:
+            self._publisher = Publisher(self._catalog, self._feeds, nudge=self._nudge, status=self._spiller_status)
 
     def _is_local(self, stream: str) -> bool:
         return stream in self._feeder.stream_names()
@@ -249,30 +262,30 @@ class Spool:
             ConfigError: the spool has no cold root.
             NotFoundError: a session is still known nowhere when the time is over.
             ReleasedError: some of it was deleted.
+            IntegrityError: a pack is not as it was recorded, and stays where it is.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
         many = _references(refs)
-        self._publisher().publish(many, arguments.seconds("timeout_s", timeout_s))
+        self._publishing().publish(many, arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
         many = _references(refs)
-        await self._publisher().publish_async(many, arguments.seconds("timeout_s", timeout_s), self._on_thread)
+        await self._publishing().publish_async(many, arguments.seconds("timeout_s", timeout_s), self._on_thread)
 
-    def _publisher(self) -> Publisher:
-        if self._feeds.cold is None:
+    def _publishing(self) -> Publisher:
+        if self._publisher is None:
             raise ConfigError(
                 f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
             )
-        return Publisher(self._catalog, self._feeds, nudge=self._nudge, trouble=self._trouble)
+        return self._publisher
 
     def _nudge(self) -> None:
         if self._keeper is not None:
             self._keeper.keep_running()
 
-    def _trouble(self) -> str | None:
-        status = None if self.config.root is None else read_status(self.config.root)
-        return None if status is None else status.error or (status.damaged[0] if status.damaged else None)
+    def _spiller_status(self) -> Status | None:
+        return None if self.config.root is None else read_status(self.config.root)
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -515,6 +528,8 @@ class Spool:
         """
         root = self._hot_root("a spiller works on")
         fd = require_lock(root) if lock_fd is None else lock_fd
+        if lock_fd is not None:  # a process of its own, started beside a writer
+            step_back()
         try:
             spiller = self._spiller()
             try:

@@ -6,6 +6,7 @@ one, and the others see it from the first moment on. It is gone with the process
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -15,6 +16,9 @@ from typing import IO
 
 from spool.errors import LockedError
 from spool.stores.local import map_os_error
+
+NICE = 10
+"""By how much a spiller that a writer started is nicer than that."""
 
 _handing_over = threading.Lock()
 
@@ -97,6 +101,12 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
                 )
         finally:
             os.close(fd)
+
+
+def step_back() -> None:
+    """Leave the CPU to the processes that record and roll out, as the spiller beside them should."""
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
 
 
 def _log(root: str) -> IO[bytes]:
