@@ -43,7 +43,7 @@ from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
 from spool.spiller.collect import Collector
-from spool.spiller.elect import require_lock, step_back
+from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller
 from spool.spiller.status import Status, read_status
@@ -528,8 +528,6 @@ class Spool:
         """
         root = self._hot_root("a spiller works on")
         fd = require_lock(root) if lock_fd is None else lock_fd
-        if lock_fd is not None:  # a process of its own, started beside a writer
-            step_back()
         try:
             spiller = self._spiller()
             try:

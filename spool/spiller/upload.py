@@ -8,9 +8,10 @@ gives the same keys and bytes.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, TypeVar
 
 from spool.errors import IntegrityError, NotFoundError, StorageError
@@ -38,8 +39,10 @@ UPLOADS = 16
 """Objects on their way at a time: what is published is small, and waits for the network."""
 PACKS = 6
 """Packs on their way at a time."""
-ENCODED_BYTES = 96 << 20
-"""Of shards that are encoded and on their way, all together; what is sent of one is copied once more, in pieces."""
+ENCODED_BYTES = 100 << 20
+"""Of shards that are encoded and on their way, all together: mostly two large ones, one encoded while the other is sent."""
+LARGE_BYTES = 8 << 20
+"""Larger objects are sent one at a time: what is sent of one is copied once more, in parts, several at once."""
 PIECE_BYTES = 4 << 20
 """Of a hot shard, what is read, checked and encoded at a time."""
 
@@ -81,6 +84,7 @@ class Uploader:
         self._threads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="spool-upload")
         self._packs = ThreadPoolExecutor(PACKS, thread_name_prefix="spool-spill")
         self._buffers = Buffers(ENCODED_BYTES)
+        self._large = threading.Lock()
         self._streams: dict[str, Stream] = {}
 
     def close(self) -> None:
@@ -134,6 +138,7 @@ class Uploader:
                 sample -= sample % spec.row_bytes
                 with self._store.borrow(_shard_key(folder, spec, pack), 0, sample) as view:
                     codecs[spec.name] = cold.choose_codec(spec, view, layered=layered)
+        self._store.close()  # samples are larger than what is read later
         created = parse_attributes(read_file(f"{folder.path}/zarr.json"))["created"]
         return cold_arrays.cold_group_metadata(
             folder.schema, folder.layout, codecs, stream=folder.name, created=float(created)
@@ -233,7 +238,7 @@ class Uploader:
         return key, len(data)
 
     def _put(self, key: str, data: bytes | memoryview) -> None:
-        with _no_word_on_packs():
+        with _no_word_on_packs(), self._large if len(data) > LARGE_BYTES else nullcontext():
             self._objects.put(key, data)
 
     def _valid_rows(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
