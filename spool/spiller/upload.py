@@ -209,6 +209,7 @@ class Uploader:
             if layout.codec != "raw":
                 self._prove_index(key, data[: layout.index_bytes])
             data.release()
+        self._store.let_go(key)
         return sent
 
     def _pieces(self, layout: ColdLayout, key: str, n_rows: int, checker: Checker) -> Iterator[memoryview]:
