@@ -23,7 +23,7 @@ from spool.spiller.status import read_status
 
 MIB = 1 << 20
 SLACK = 1 * MIB
-"""Beside rows and logs: array documents, markers, and a records file while the log that it is made of is still there."""
+"""Beside rows and logs: array documents, markers, and records while the log that they come from is there."""
 
 
 def add(sp, session_id, seed=0, **more):

@@ -40,7 +40,7 @@ UPLOADS = 16
 PACKS = 6
 """Packs on their way at a time."""
 ENCODED_BYTES = 100 << 20
-"""Of shards that are encoded and on their way, all together: mostly two large ones, one encoded while the other is sent."""
+"""Of shards that are encoded and on their way: mostly two large ones, one encoded while the other is sent."""
 LARGE_BYTES = 8 << 20
 """Larger objects are sent one at a time: what is sent of one is copied once more, in parts, several at once."""
 PIECE_BYTES = 4 << 20

@@ -134,9 +134,7 @@ def appending(root: str, *, runs: int, n_bytes: int) -> Iterator[Row]:
             rates.append((n_steps * TOKENS * 320 / beside, n_steps * TOKENS * 320 / alone))
     ratio = sorted(ratios)[len(ratios) // 2]
     mine, theirs = sorted(rates)[len(rates) // 2]
-    yield Row(
-        "append_while_spilling", f"{mine / 1e6:.0f} MB/s stored", f"{theirs / 1e6:.0f} MB/s alone", ratio, 0.8
-    )
+    yield Row("append_while_spilling", f"{mine / 1e6:.0f} MB/s stored", f"{theirs / 1e6:.0f} MB/s alone", ratio, 0.8)
 
 
 def _wait_for_work(hot: str) -> None:
