@@ -122,15 +122,15 @@ class Facts:
             return encode_event(Attached(ref.session_id, at, ref.key, spec, found))
 
         source = {spec.name: Rows(len(rows), fill)}
-        with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
+        with_room(self._recorder, lambda: writer.append(source, event))
 
     def discard(self, session_id: str) -> None:
         """See `Spool.discard`."""
-        with_room(self._recorder.append_timeout_s, lambda: self._discard(session_id))
+        with_room(self._recorder, lambda: self._discard(session_id))
 
     async def discard_async(self, session_id: str, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """See `Spool.discard_async`; waiting for room holds no thread."""
-        await with_room_async(self._recorder.append_timeout_s, lambda: on_thread(lambda: self._discard(session_id)))
+        await with_room_async(self._recorder, on_thread, lambda: self._discard(session_id))
 
     def _discard(self, session_id: str) -> None:
         live = self._recorder.live(session_id)
@@ -156,7 +156,7 @@ class Facts:
 
     def _record(self, *events: Event) -> None:
         if events:
-            with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(*events))
+            with_room(self._recorder, lambda: self._recorder.record(*events))
 
 
 def _check_names(facts: Iterable[str]) -> None:

@@ -47,12 +47,16 @@ from spool.session import Session
 from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
-from spool.spiller.loop import Spiller, read_status
+from spool.spiller.loop import Spiller
 from spool.spiller.rollup import roll_up
+from spool.spiller.status import Status, read_status
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
+
+RELEASE_WAIT_S = 0.5
+"""How long an append waits for room before a spool without cold root has a spiller delete what is released."""
 
 _REFERENCES = "references, as append, finalize and segments() return them"
 
@@ -96,12 +100,21 @@ class Spool:
         self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
         self._keeper = None
         if config.root is not None and not readonly:
-            self._keeper = Keeper(config.root, config.uri, self._catalog, interval_s=config.publish_interval_s)
+            self._keeper = Keeper(
+                config.root,
+                config.uri,
+                self._catalog,
+                interval_s=config.publish_interval_s,
+                patience_s=0.0 if config.spill is not None else RELEASE_WAIT_S,
+            )
         self._recorder = Recorder(
             config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
+        self._publisher: Publisher | None = None
+        if cold is not None:
+            self._publisher = Publisher(self._catalog, self._feeds, nudge=self._nudge, status=self._spiller_status)
 
     def _is_local(self, stream: str, pack: int) -> bool:
         return self.config.root is not None and has_files(self.config.root, stream, pack)
@@ -255,13 +268,14 @@ class Spool:
             ConfigError: the spool has no cold root.
             NotFoundError: a session is still known nowhere when the time is over.
             ReleasedError: some of it was deleted.
+            IntegrityError: a pack is not as it was recorded, and stays where it is.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publisher().publish(self._to_publish(refs), arguments.seconds("timeout_s", timeout_s))
+        self._publishing().publish(self._to_publish(refs), arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publisher().publish_async(
+        await self._publishing().publish_async(
             self._to_publish(refs), arguments.seconds("timeout_s", timeout_s), self._on_thread
         )
 
@@ -272,20 +286,19 @@ class Spool:
         self._known.settled(many)
         return many
 
-    def _publisher(self) -> Publisher:
-        if self._feeds.cold is None:
+    def _publishing(self) -> Publisher:
+        if self._publisher is None:
             raise ConfigError(
                 f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
             )
-        return Publisher(self._catalog, self._feeds, nudge=self._nudge, trouble=self._trouble)
+        return self._publisher
 
     def _nudge(self) -> None:
         if self._keeper is not None:
             self._keeper.keep_running()
 
-    def _trouble(self) -> str | None:
-        status = None if self.config.root is None else read_status(self.config.root)
-        return None if status is None else status.error or (status.damaged[0] if status.damaged else None)
+    def _spiller_status(self) -> Status | None:
+        return None if self.config.root is None else read_status(self.config.root)
 
     # -- finding -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 from msgspec import Struct
 
-from spool.errors import LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.errors import CapacityError, LockedError, NotFoundError, SessionStateError, SpoolError
 from spool.formats.frames import encode_event
 from spool.model.events import Event, SessionOpened
 from spool.model.fields import Schema
@@ -97,6 +97,9 @@ class Host(Protocol):
     roots: tuple[str, ...]
     append_timeout_s: float
     known_tools: KnownTools
+
+    def press(self, error: CapacityError, waited_s: float) -> None:
+        """Have room made for what was refused with ``error``."""
 
     def kept(self, opened: SessionOpened) -> Schema:
         """Return the schema of what is stored of the session's fields."""

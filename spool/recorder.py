@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
 from spool.errors import (
+    CapacityError,
     ConfigError,
     IntegrityError,
     LockedError,
@@ -84,7 +86,7 @@ class Recorder:
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
-        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
+        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes, self._config.root)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
         self.known_tools = KnownTools()
@@ -153,8 +155,9 @@ class Recorder:
 
     def _do_upkeep(self) -> None:
         writers = list(self._writers.values())
-        if self._keeper is not None and self._config.spill is not None and writers:
-            self._keeper.keep_running()
+        if self._keeper is not None and writers:
+            if self._config.spill is not None:
+                self._keeper.keep_running()
             self._keeper.serve(writers)
         for writer in writers:
             writer.roll_if_aged()
@@ -301,7 +304,7 @@ class Recorder:
             )
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
-        if self._config.spill is not None:
+        if self._config.spill is not None or self._config.hot_bytes is not None:
             self._upkeep.watch(self._config.publish_interval_s)
         if self._timer is None:
             self._timer = FeedTimer(self._feeder, self.stream_names)
@@ -315,6 +318,19 @@ class Recorder:
             on_commit=self._timer.notify,
             spool_id=self.spool_id,
         )
+
+    def press(self, error: CapacityError, waited_s: float) -> None:
+        """Have room made for what was refused with ``error``; what fails of it is left to the next try.
+
+        The spiller hears of it, and the packs that are open here are sealed: they may hold the room themselves.
+        """
+        if self._keeper is None:
+            return
+        with suppress(SpoolError, OSError):
+            self._keeper.press(error, waited_s)
+        for writer in list(self._writers.values()):
+            with suppress(SpoolError):
+                writer.roll()
 
     def stream_names(self) -> list[str]:
         """Return the names of this process's streams."""

@@ -128,10 +128,10 @@ class Session:
         return await self._with_room_async(lambda: self._append(step))
 
     def _with_room(self, call: Callable[[], T]) -> T:
-        return with_room(self._host.append_timeout_s, call)
+        return with_room(self._host, call)
 
     async def _with_room_async(self, call: Callable[[], T]) -> T:
-        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call))
+        return await with_room_async(self._host, self.on_thread, call)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` on one of Spool's threads, in the context of the calling task."""

@@ -116,7 +116,7 @@ def test_released_packs_go_and_say_so(open_pair, cold):
 
 
 def test_a_trainer_without_a_hot_root_annotates_and_releases(open_pair, cold):
-    sp = open_pair()
+    sp = open_pair(retention="keep")  # what is released stays to be looked at
     segments = record(sp, "a")
     sp.publish(segments, timeout_s=60)
     with spool.open(cold) as trainer:

@@ -6,6 +6,8 @@ one, and the others see it from the first moment on. It is gone with the process
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,6 +16,13 @@ from typing import IO
 from spool import locks
 from spool.errors import LockedError
 from spool.stores.local import map_os_error
+
+NICE = 10
+"""By how much a spiller that a writer started is nicer than that."""
+
+MAPPED_BYTES = 256 << 10
+"""Larger pieces of memory are mapped one by one."""
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
 
 def lock_path(root: str) -> str:
@@ -85,6 +94,23 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
             )
     finally:
         locks.release(fd)
+
+
+def settle_in(*, beside: bool) -> None:
+    """Make this process one that only spills: memory goes back to the system as soon as it is not needed.
+
+    Without that every thread keeps what it freed of the last part that it sent.
+
+    Args:
+        beside: it was started beside a writer, and leaves the CPU to the processes that record and roll out.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        allocator = ctypes.CDLL(None).mallopt
+        allocator(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        allocator(M_ARENA_MAX, 2)
+    if beside:
+        with contextlib.suppress(OSError):
+            os.nice(NICE)
 
 
 def _log(root: str) -> IO[bytes]:

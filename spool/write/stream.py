@@ -192,7 +192,7 @@ class StreamWriter:
                 self._roll_due()
 
     def roll(self) -> None:
-        """Seal the open pack in the background if it is not empty.
+        """Seal the open pack in the background if it is not empty, and give back room that is not needed.
 
         Raises:
             SpoolError: as `append`.
@@ -203,6 +203,8 @@ class StreamWriter:
             self._repair()
             if self._committer.pack is not None and not self._committer.pack.is_empty:
                 self._roll(background=True)
+            else:
+                self._grants.give_back()
 
     def flush(self) -> None:
         """Seal the open pack, and return when all packs so far are sealed.
@@ -239,7 +241,7 @@ class StreamWriter:
                 if self._committer.pack is not None:
                     self._committer.pack.abandon()
                 self._committer.pack, self._rings = None, {}
-                self._grants.close()
+                self._grants.give_back()
                 self._unlock()
                 _writers.discard(self)
 
