@@ -96,15 +96,18 @@ class Facts:
             return encode_event(Attached(ref.session_id, time.time(), ref.key, spec, found))
 
         source = {spec.name: Rows(len(rows), fill)}
-        with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
+        self._with_room(lambda: writer.append(source, event))
 
     def discard(self, session_id: str) -> None:
         """See `Spool.discard`."""
-        with_room(self._recorder.append_timeout_s, lambda: self._discard(session_id))
+        self._with_room(lambda: self._discard(session_id))
 
     async def discard_async(self, session_id: str, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """See `Spool.discard_async`; waiting for room holds no thread."""
-        await with_room_async(self._recorder.append_timeout_s, lambda: on_thread(lambda: self._discard(session_id)))
+        recorder = self._recorder
+        await with_room_async(
+            recorder.append_timeout_s, lambda: on_thread(lambda: self._discard(session_id)), recorder.observer
+        )
 
     def _discard(self, session_id: str) -> None:
         live = self._recorder.live(session_id)
@@ -133,7 +136,10 @@ class Facts:
         self._record(Checkpointed(tag, time.time()))
 
     def _record(self, event: Event) -> None:
-        with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(event))
+        self._with_room(lambda: self._recorder.record(event))
+
+    def _with_room(self, call: Callable[[], object]) -> None:
+        with_room(self._recorder.append_timeout_s, call, self._recorder.observer)
 
 
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -13,9 +14,9 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool import arguments, audit
+from spool import arguments, audit, status
 from spool.audit import Report
-from spool.catalog import Catalog, SessionRow
+from spool.catalog import Catalog, PackRow, SessionRow
 from spool.config import parse_uri
 from spool.derived import derived_segments
 from spool.errors import ConfigError, InputError
@@ -29,6 +30,7 @@ from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
 from spool.model.refs import Ref, SegmentRef, StepRef
+from spool.observe import Deleted, Observer, Waited, tell
 from spool.opening import opening, specs
 from spool.publishing import Publisher
 from spool.read.reader import ByteRange
@@ -46,6 +48,7 @@ from spool.spiller.collect import Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller, read_status
+from spool.status import Status
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
@@ -60,6 +63,7 @@ def open(  # noqa: A001
     fields: Sequence[FieldSpec] = (),
     create: bool = True,
     readonly: bool = False,
+    observer: Observer | None = None,
 ) -> Spool:
     """Open a spool.
 
@@ -68,20 +72,32 @@ def open(  # noqa: A001
         fields: specs of the user's own fields, for every session of this handle.
         create: make the spool where there is none.
         readonly: write nothing into the spool, not even into its index; nothing can be recorded, and none is created.
+        observer: called with what happens in this process, the events of `spool.observe`; see there.
 
     Raises:
         ConfigError: the URI or the file system does not fit.
         NotFoundError: there is no spool and it is not to be created.
     """
     config, declared = parse_uri(uri), tuple(specs("fields", fields))
-    return Spool(find(config, create=create and not readonly), declared, readonly=readonly)
+    if observer is not None and not callable(observer):
+        raise arguments.refused("observer", "a function of one event", observer)
+    place = find(config, create=create and not readonly, observer=observer)
+    return Spool(place, declared, readonly=readonly, observer=observer)
 
 
 class Spool:
     """An open spool; made by `open`. Safe from many threads, and after a fork."""
 
-    def __init__(self, place: Place, fields: tuple[FieldSpec, ...] = (), *, readonly: bool = False) -> None:
+    def __init__(
+        self,
+        place: Place,
+        fields: tuple[FieldSpec, ...] = (),
+        *,
+        readonly: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
         config = self.config = place.config
+        self._observer = observer
         self.spool_id, self._created = place.identity.id, place.identity.created
         self._fields = fields
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
@@ -90,12 +106,19 @@ class Spool:
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
         self._feeds = Feeds(self._feeder, cold, local=config.root is not None)
         self._history = History(self.spool_id, config, self._catalog, self._feeds)
-        self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
+        self._readers = Readers(config, self.spool_id, self._catalog, self._feeds, observer)
         self._keeper = None
         if config.root is not None and not readonly:
             self._keeper = Keeper(config.root, config.uri, self._catalog, interval_s=config.publish_interval_s)
         self._recorder = Recorder(
-            config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
+            config,
+            self.spool_id,
+            self._catalog,
+            self._feeds,
+            self._keeper,
+            self._readers.inline,
+            readonly=readonly,
+            observer=observer,
         )
         self._facts = Facts(self._recorder, fields, self._require)
 
@@ -231,9 +254,18 @@ class Spool:
             arguments.optional(arguments.label, "tag", tag),
         )
 
-    def checkpointed(self, tag: str) -> None:
-        """Say that no restart needs what was released under ``tag``."""
-        self._facts.checkpointed(arguments.label("tag", tag))
+    def checkpointed(self, tag: str, *, dry_run: bool = False) -> int:
+        """Say that no restart needs what was released under ``tag``; return how many segments that are, so far.
+
+        Args:
+            tag: as given to `release`.
+            dry_run: say nothing, only count.
+        """
+        tag = arguments.label("tag", tag)
+        self._feeds.catch_up(fresh=True)
+        if not dry_run:
+            self._facts.checkpointed(tag)
+        return self._catalog.n_tagged(tag)
 
     def publish(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """Return when every byte that references need, and the records of their sessions, are durable in the cold root.
@@ -251,18 +283,42 @@ class Spool:
             ReleasedError: some of it was deleted.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publisher().publish(_references(refs), timeout_s)
+        with self._waiting("publish"):
+            self._publisher().publish(_references(refs), timeout_s)
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+        with self._waiting("publish"):
+            await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+
+    def unpublished(self, refs: Ref | Sequence[Ref]) -> list[tuple[str, int]]:
+        """Return the packs, as (stream, number), that references need and that are not in the cold root yet.
+
+        Raises:
+            ConfigError: the spool has no cold root.
+            ReleasedError: one of them was deleted.
+        """
+        publisher, many = self._publisher(), _references(refs)
+        self._feeds.catch_up(fresh=True)
+        return sorted(publisher.missing(many)[1])
+
+    @contextlib.contextmanager
+    def _waiting(self, reason: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            tell(self._observer, Waited(time.monotonic() - began, reason))
 
     def _publisher(self) -> Publisher:
         if self._feeds.cold is None:
-            raise ConfigError(
-                f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
-            )
+            raise self._no_cold_root("publish")
         return Publisher(self._catalog, self._feeds, nudge=self._nudge, trouble=self._trouble)
+
+    def _no_cold_root(self, verb: str) -> ConfigError:
+        return ConfigError(
+            f"the spool at {self.config.url} has no cold root to {verb} to: open it with ?spill=s3://bucket/prefix"
+        )
 
     def _nudge(self) -> None:
         if self._keeper is not None:
@@ -455,9 +511,16 @@ class Spool:
         return audit.verify(self._hot_store("verify"), recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return rows and bytes by stream and stored array, as `spool du` prints them."""
+        """Return rows and bytes by stream, stored array and tier, as `spool du` prints them.
+
+        From a hot root of its own streams in both tiers, from a cold root of all.
+
+        Raises:
+            StorageError: a root cannot be read.
+        """
         self._feeds.catch_up(fresh=True)
-        return audit.usage(self._hot_store("usage"), self._history.events())
+        objects = None if self._feeds.cold is None else self._feeds.cold.objects
+        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
@@ -470,7 +533,7 @@ class Spool:
             "id": self.spool_id,
             "format": FORMAT,
             "created_at": self._created,
-            "n_streams": len(names),
+            "n_streams": len(names) if self.config.root is not None else totals["n_streams"],
             "n_live": sum(is_live(self.config.root or "", name) for name in names),
             **{name: number for name, number in totals.items() if name != "n_streams"},
         }
@@ -498,37 +561,66 @@ class Spool:
         return found
 
     def spill(
-        self, *, until_idle: bool = False, stop: threading.Event | None = None, lock_fd: int | None = None
-    ) -> None:
+        self,
+        *,
+        follow: bool = False,
+        until_idle: bool = False,
+        dry_run: bool = False,
+        stop: threading.Event | None = None,
+        lock_fd: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[PackRow]:
         """Be the spiller of the hot root: bring sealed packs to the cold root, evict, recover, collect.
 
+        By default all that is sealed now is brought over, whatever ``spill_when`` says.
+
         Args:
-            until_idle: end when nothing needs a spiller; else when ``stop`` is set.
+            follow: go on with what is sealed later, until ``stop`` is set.
+            until_idle: go on until nothing needs a spiller.
+            dry_run: change nothing, only return what would be brought over; no lock is needed.
             stop: ends it.
             lock_fd: a descriptor that holds the spiller's lock already.
+            progress: called with bytes done and bytes in all; not where it goes on.
+
+        Returns:
+            The packs, as they are then; one that could not be brought over is still ``sealed``. Nothing where it went
+            on.
 
         Raises:
             LockedError: a spiller works on this root.
-            ConfigError: the spool has no hot root here.
+            ConfigError: the spool has no hot root here, or no cold one.
+            StorageError: a root failed; call it again. Where it goes on it tries again by itself.
         """
         root = self._hot_root("a spiller works on")
+        if self._feeds.cold is None:
+            raise self._no_cold_root("spill")
+        if dry_run:
+            self._feeds.catch_up(fresh=True)
+            with contextlib.closing(self._spiller()) as spiller:
+                return spiller.sealed()
         fd = require_lock(root) if lock_fd is None else lock_fd
         try:
-            spiller = self._spiller()
-            try:
+            with contextlib.closing(self._spiller()) as spiller:
+                if not follow and not until_idle:
+                    return spiller.once(progress)
                 spiller.run(stop or threading.Event(), until_idle=until_idle)
-            finally:
-                spiller.close()
+                return []
         finally:
             os.close(fd)
 
-    def gc(self, *, dry_run: bool = False) -> list[Decision]:
+    def status(self) -> Status:
+        """Return how the spool is doing: bytes by tier, backlog, watermarks, the spiller; see `Status`."""
+        self._feeds.catch_up(fresh=True)
+        return status.look(self.config, self.spool_id, self._catalog)
+
+    def gc(self, *, dry_run: bool = False, progress: Callable[[int, int], object] | None = None) -> list[Decision]:
         """Delete the packs that ``retention`` lets go, in the hot and the cold root.
 
         From a hot root its own streams' packs; from a cold root all of them, which is for one process at a time.
 
         Args:
             dry_run: change nothing, only say.
+            progress: called with bytes done and bytes in all.
 
         Returns:
             What happened, or would, to each sealed pack, and why.
@@ -537,15 +629,17 @@ class Spool:
             StorageError: a root failed; call it again.
         """
         self._feeds.catch_up(fresh=True)
+        return self._collected(dry_run=dry_run, progress=progress)[0]
+
+    def _collected(
+        self, *, dry_run: bool = False, progress: Callable[[int, int], object] | None = None
+    ) -> tuple[list[Decision], int]:
         collector = self._collector()
         plan = collector.plan()
-        if not dry_run:
-            collector.run(plan)
-        return plan
-
-    def _collect(self) -> int:
-        collector = self._collector()
-        return collector.run(collector.plan())
+        n_gone = 0 if dry_run else collector.run(_with_progress(plan, progress))
+        if n_gone:
+            tell(self._observer, Deleted(n_gone, sum(item.n_bytes for item in plan if item.go)))
+        return plan, n_gone
 
     def _collector(self) -> Collector:
         config = self.config
@@ -577,7 +671,8 @@ class Spool:
             self._hot_store("a spiller works on"),
             own=self._recorder.stream_names,
             expire=self.expire_idle,
-            collect=self._collect,
+            collect=lambda: self._collected()[1],
+            observer=self._observer,
         )
 
     # -- the handle itself -------------------------------------------------------------------------------------------
@@ -608,6 +703,15 @@ class Spool:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._recorder.executor(), call)
+
+
+def _with_progress(plan: Sequence[Decision], progress: Callable[[int, int], object] | None) -> Iterator[Decision]:
+    total, done = sum(item.n_bytes for item in plan if item.go), 0
+    for item in plan:
+        yield item
+        if item.go and progress is not None:
+            done += item.n_bytes
+            progress(done, total)
 
 
 def _step_or_segment(ref: object) -> StepRef | SegmentRef:

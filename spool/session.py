@@ -29,6 +29,7 @@ from spool.model.events import (
 )
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
+from spool.observe import Appended, tell
 from spool.patience import with_room, with_room_async
 from spool.record import Host, Record, SuspendToken, check_same
 from spool.rollout.messages import extend
@@ -127,10 +128,10 @@ class Session:
         return await self._with_room_async(lambda: self._append(step))
 
     def _with_room(self, call: Callable[[], T]) -> T:
-        return with_room(self._host.append_timeout_s, call)
+        return with_room(self._host.append_timeout_s, call, self._host.observer)
 
     async def _with_room_async(self, call: Callable[[], T]) -> T:
-        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call))
+        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call), self._host.observer)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` on one of Spool's threads, in the context of the calling task."""
@@ -138,6 +139,17 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._host.executor(), lambda: context.run(call))
 
     def _append(self, step: StepInput) -> StepRef:
+        observer = self._host.observer
+        if observer is None:
+            return self._append_step(step)[0]
+        began = time.perf_counter()
+        ref, n_bytes = self._append_step(step)
+        if n_bytes is not None:
+            tell(observer, Appended(n_bytes, 1, time.perf_counter() - began))
+        return ref
+
+    def _append_step(self, step: StepInput) -> tuple[StepRef, int | None]:
+        """Return a step's reference, and the bytes that were stored for it; None where it was recorded before."""
         with self._record.owned():
             state, held = self._open_state(), self._held()
             self._used_at = time.monotonic()
@@ -154,7 +166,7 @@ class Session:
                         f"{what} is recorded with other content; use a new step_id for a new step",
                         session_id=self.session_id, step=step.step_id,
                     )  # fmt: skip
-                return state.ref(known.index)
+                return state.ref(known.index), None
             plan = state.plan(
                 intake.prompt,
                 intake.response,
@@ -176,11 +188,11 @@ class Session:
                 metadata=json_facts(step.metadata, what),
             )
             with self._recording():
-                index = self._store(state, draft, held, what)
+                index, n_bytes = self._store(state, draft, held, what)
                 self._record.tails[index] = tail
-            return state.ref(index)
+            return state.ref(index), n_bytes
 
-    def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> int:
+    def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> tuple[int, int]:
         writer = self._record.writer()
         rows = {}
         for field, ranges in draft.plan.store.items():
@@ -194,13 +206,14 @@ class Session:
             committed[:] = [draft.event(runs, writer.name)]
             return encode_event(together(tools, committed[0])) if held is None else None
 
-        writer.append(rows, event)
+        runs = writer.append(rows, event)
         if held is not None:
             held.events.extend(filter(None, (tools, committed[0])))
         elif tools is not None:
             self._host.known_tools.add((writer.name, tools.key))
         state.commit(committed[0], transaction=held)
-        return committed[0].index
+        n_bytes = 0 if self._host.observer is None else writer.stored_bytes(runs)
+        return committed[0].index, n_bytes
 
     def _own_step(self, step: str | int | StepRef | None) -> str | int | None:
         if not isinstance(step, StepRef):

@@ -323,6 +323,10 @@ class Catalog:
         sid = self._sid(session_id)
         return query.releases_of(self._run, sid) if sid is not None else ()
 
+    def n_tagged(self, tag: str) -> int:
+        """Return how many segments are released under a tag."""
+        return query.n_tagged(self._run, tag)
+
     def tools_at(self, key: str) -> Place | None:
         """Return where tool schemas are stored, or None."""
         return query.place_of_tools(self._run, key)

@@ -20,6 +20,8 @@ from spool.read.select import Range, Run, Tokens, cover, plain_range, token_rang
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from spool.model.refs import Ref
     from spool.read.tier import Tier
 
@@ -66,6 +68,7 @@ class Reader:
         out: Sequence[Out | None] | None = None,
         missing: Missing = "error",
         verify: Verify = "whole",
+        seen: Callable[[Batch], object] | None = None,
     ) -> list[Sample]:
         """Read exactly the rows asked for, each byte once, however many references share it.
 
@@ -82,6 +85,7 @@ class Reader:
             missing: ``error``, or the integer that stands for rows that were never sent (ragged: empty rows).
             verify: ``whole``: extents that are read whole are checked; ``always``: partial reads are widened to the
                 extent and checked too; ``never``.
+            seen: called with what was brought, once or twice.
 
         Returns:
             A sample for each reference: fresh, writable, C-contiguous arrays that share no memory.
@@ -103,17 +107,21 @@ class Reader:
         each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
         samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
         execute(call.batch, self._tiers, self._workers)
+        if seen is not None:
+            seen(call.batch)
         if call.late:
-            self._finish(call, verify)
+            self._finish(call, verify, seen)
         return samples
 
-    def _finish(self, call: _Call, verify: Verify) -> None:
+    def _finish(self, call: _Call, verify: Verify, seen: Callable[[Batch], object] | None) -> None:
         ragged = [column for column, *_ in call.late if isinstance(column, RaggedColumn)]
         if ragged:
             batch = Batch(verify)
             for column in ragged:
                 column.want_values(batch, call.target)
             execute(batch, self._tiers, self._workers)
+            if seen is not None:
+                seen(batch)
         for late, columns, name in call.late:
             columns[name] = late.finish()
 

@@ -8,19 +8,22 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from itertools import groupby, islice
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
 
-from spool.catalog import Catalog
+from spool.catalog import Catalog, PackRow
 from spool.config import Config
 from spool.errors import IntegrityError, SpoolError
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
+from spool.observe import Evicted, Observer, Spilled, tell
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.evict import evict
-from spool.spiller.plan import packs_to_spill
+from spool.spiller.plan import ROUND_PACKS, packs_to_spill
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file, write_atomic
@@ -86,6 +89,7 @@ class Spiller:
         own: returns the streams of this very process, which needs no spiller for itself.
         expire: ends idle sessions of dead writers.
         collect: deletes what retention lets go; returns how many packs.
+        observer: told of what was spilled and evicted; None for nobody.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class Spiller:
         own: Callable[[], Collection[str]],
         expire: Callable[[], object],
         collect: Callable[[], int],
+        observer: Observer | None = None,
     ) -> None:
         assert config.root is not None
         self._root = config.root
@@ -109,8 +114,9 @@ class Spiller:
         self._own = own
         self._expire = expire
         self._collect = collect
+        self._observer = observer
         self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
-        self._status = Status(os.getpid(), time.time())
+        self._status = Status(os.getpid(), 0.0)
         self._damaged: dict[tuple[str, int], str] = {}
         self._upload_s = 0.0
         self._kept_at = 0.0
@@ -144,6 +150,44 @@ class Spiller:
         busy |= self._spill()
         busy |= self._make_room()
         return busy
+
+    def once(self, progress: Callable[[int, int], object] | None = None) -> list[PackRow]:
+        """Bring over all packs that are sealed now, and do on the way what else is due.
+
+        Args:
+            progress: called with bytes done and bytes in all.
+
+        Returns:
+            What became of each; one that is damaged stays ``sealed``.
+
+        Raises:
+            SpoolError: a root failed; what was brought over is, and the rest can be done again.
+        """
+        self._feeder.catch_up()
+        self._keep_up()
+        plan = self.sealed()
+        if self._uploader is None or self._cold is None:
+            return []
+        total, done = sum(row.hot_bytes or 0 for row in plan), 0
+        for stream, rows in groupby(plan, key=attrgetter("stream")):
+            while part := list(islice(rows, ROUND_PACKS)):
+                self._upload(self._uploader, stream, [row.pack for row in part])
+                done += sum(row.hot_bytes or 0 for row in part)
+                if progress is not None:
+                    progress(done, total)
+        self._make_room()
+        self._say(error=None)
+        found = (self._catalog.packs.get(row.stream, row.pack) for row in plan)
+        return [row for row in found if row is not None]
+
+    def sealed(self) -> list[PackRow]:
+        """Return the packs that `once` would bring over, in that order."""
+        rows = {(row.stream, row.pack): row for row in self._catalog.packs.rows("sealed")}
+        requested = self._catalog.packs.seal_requests()
+        chosen = packs_to_spill(
+            rows.values(), when="sealed", requested=requested, pressed=False, round_packs=max(len(rows), 1)
+        )
+        return [rows[stream, pack] for stream, packs in chosen.items() for pack in packs]
 
     def backlog(self) -> dict[str, list[int]]:
         """Return the packs that are to be brought over now, by stream."""
@@ -194,7 +238,9 @@ class Spiller:
             log.error("pack %d of stream %s stays in the hot root: %s", packs[0], stream, error)
             self._damaged[stream, packs[0]] = str(error)
             return
-        self._upload_s += time.monotonic() - started
+        seconds = time.monotonic() - started
+        self._upload_s += seconds
+        tell(self._observer, Spilled(len(entries), sum(entry.stored_bytes for entry in entries), seconds))
         for entry in entries:
             self._catalog.packs.mark(
                 stream,
@@ -225,6 +271,8 @@ class Spiller:
             )
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
+        if plan:
+            tell(self._observer, Evicted(len(plan), sum(item.n_bytes for item in plan)))
         self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))
         return bool(plan)
 

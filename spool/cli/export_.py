@@ -1,0 +1,8 @@
+"""``spool export``."""
+
+import click
+
+
+@click.command("export")
+def command() -> None:
+    """Write."""
