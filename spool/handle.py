@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, get_args, overload
 
 import msgspec
 
@@ -19,7 +19,10 @@ from spool.audit import Report
 from spool.catalog import Catalog, PackRow, SessionRow
 from spool.config import parse_uri
 from spool.derived import derived_segments
-from spool.errors import ConfigError, InputError
+from spool.errors import ConfigError, InputError, IntegrityError
+from spool.export import Exported, Format, Source
+from spool.export import export as write_export
+from spool.export.source import DtypeChoice
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
@@ -283,13 +286,17 @@ class Spool:
             ReleasedError: some of it was deleted.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
+        publisher, many = self._publisher(), _references(refs)
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
         with self._waiting("publish"):
-            self._publisher().publish(_references(refs), timeout_s)
+            publisher.publish(many, timeout_s)
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
+        publisher, many = self._publisher(), _references(refs)
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
         with self._waiting("publish"):
-            await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+            await publisher.publish_async(many, timeout_s, self._on_thread)
 
     def unpublished(self, refs: Ref | Sequence[Ref]) -> list[tuple[str, int]]:
         """Return the packs, as (stream, number), that references need and that are not in the cold root yet.
@@ -613,6 +620,79 @@ class Spool:
         self._feeds.catch_up(fresh=True)
         return status.look(self.config, self.spool_id, self._catalog)
 
+    def export(
+        self,
+        what: str | Ref | Sequence[Ref] | None,
+        path: str | os.PathLike[str],
+        format: Format = "parquet",  # noqa: A002
+        *,
+        view: View | None = None,
+        dtype: DtypeChoice = "stored",
+        dry_run: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Exported:
+        """Write chosen segments into a new folder, as Parquet or as a spool of its own.
+
+        ``parquet``: a row for each segment, its fields as lists, with its identity, late facts and messages; what was
+        never sent is null. ``spool``: a hot root with the whole sessions of the segments, ids, late facts and arrays as
+        they were and every stored byte the same, that reads with no other root; nothing in it is released.
+
+        The folder gets its name when all is in it: one that fails, or is killed, leaves nothing under that name.
+
+        Args:
+            what: references of segments or steps of this spool; or a filter of segments, as `segments` takes it; None
+                for all segments.
+            path: the folder; nothing may be there.
+            format: ``parquet`` or ``spool``.
+            view: of a filter; the one each session was finalised with where None.
+            dtype: of arrays in Parquet: ``stored`` (narrow), or ``train``.
+            dry_run: write nothing, only say what would be in it.
+            progress: called with bytes done and bytes in all.
+
+        Raises:
+            InputError: there is something at ``path``, or segments do not fit into one table.
+            ReleasedError, IntegrityError, StorageError: something cannot be read.
+            CapacityError: the disk is full.
+        """
+        arguments.one_of("format", format, get_args(Format))
+        arguments.one_of("dtype", dtype, get_args(DtypeChoice))
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise arguments.refused("path", "the path of a new folder", path)
+        refs: list[StepRef | SegmentRef]
+        if what is None or isinstance(what, str):
+            refs = list(self.segments(what, view))
+        else:
+            refs = [_step_or_segment(ref) for ref in _references(what)]
+        return write_export(
+            self._source(),
+            refs,
+            os.fspath(path),
+            form=format,
+            dtype=dtype,
+            check=_check_copy,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+    def _source(self) -> Source:
+        def read(refs: Sequence[Ref], dtype: DtypeChoice, tokens: Sequence[slice] | None) -> list[Sample]:
+            return self.read(refs, tokens=tokens, dtype=dtype, missing=0)
+
+        catalog, readers = self._catalog, self._readers
+        return Source(
+            spool_id=self.spool_id,
+            read=read,
+            select=readers.select,
+            messages=self.messages,
+            tools=self.tools,
+            session=catalog.session,
+            schema=readers.schema,
+            events=catalog.session_events,
+            late=catalog.late_events,
+            tools_at=catalog.tools_at,
+            whole=self._feeds.read_events,
+        )
+
     def gc(self, *, dry_run: bool = False, progress: Callable[[int, int], object] | None = None) -> list[Decision]:
         """Delete the packs that ``retention`` lets go, in the hot and the cold root.
 
@@ -703,6 +783,14 @@ class Spool:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._recorder.executor(), call)
+
+
+def _check_copy(root: str) -> None:
+    """Make the index of a new root, and check that all that it names is there."""
+    with open(root) as made:
+        found = made.verify().findings
+    if found:
+        raise IntegrityError(f"the copy is not whole: {found[0].text}; nothing was exported", file=found[0].file)
 
 
 def _with_progress(plan: Sequence[Decision], progress: Callable[[int, int], object] | None) -> Iterator[Decision]:

@@ -16,11 +16,12 @@ from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
 from spool.logs.packs import GoneMark, parse_tombstone, read_gone
-from spool.model.fields import BUILT_IN
+from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
 from spool.observe import Observer
 from spool.read.cold import ColdTier
 from spool.read.hot import HotTier
+from spool.read.lookup import Selection
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Sample
 from spool.read.select import Tokens
@@ -109,6 +110,15 @@ class Readers:
         whole = ref if fields is None else self._with_attached(ref, fields)
         self._look(whole)
         return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers)
+
+    def select(self, ref: Ref, name: str) -> Selection | None:
+        """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
+        self._look(ref)
+        return self._of(ref).select(ref, name)
+
+    def schema(self, stream: str) -> Schema:
+        """Return the fields of a stream of this spool."""
+        return self._readers[self._spool_id].schema(stream)
 
     def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
         """Return the references with the payload of ``fields`` inside.

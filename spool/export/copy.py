@@ -170,7 +170,8 @@ class _Copier:
                 key = (first.stream, arrays[0], first.row - first.before)
                 if first.n and key not in seen:
                     seen.add(key)
-                    found = {array: (_whole(part),) for array, part in zip(arrays, parts, strict=True)}
+                    pairs = zip(arrays, parts, strict=True)
+                    found: dict[str, tuple[Extent, ...]] = {array: (_whole(part),) for array, part in pairs}
                     yield _Whole(self._schema(first.stream)[name], found)
 
     def _write(self, whole: _Whole, value: Any) -> None:
@@ -183,8 +184,8 @@ class _Copier:
                 self._check(array, extent, runs[array])
 
         for array, runs in writer.append(rows, check).items():
-            extent = old[array]
-            self._moved[extent.stream, array, extent.row] = (writer.name, runs[0].row if runs else 0)
+            if runs:
+                self._moved[old[array].stream, array, old[array].row] = (writer.name, runs[0].row)
 
     def _check(self, array: str, extent: Extent, runs: tuple[Run, ...]) -> None:
         """Refuse what is not, bit for bit, what was recorded."""
@@ -200,8 +201,9 @@ class _Copier:
         return {array: tuple(self._place_one(array, part) for part in parts) for array, parts in extents.items()}
 
     def _place_one(self, array: str, part: Extent) -> Extent:
-        stream, row = self._moved.get((part.stream, array, part.row - part.before), ("", 0))
-        assert stream or not part.n, f"rows of {array} at {part.row} of {part.stream} were not copied"
+        if not part.before + part.n + part.after:
+            return replace(part, stream=self._writer(part.stream).name, row=0)
+        stream, row = self._moved[part.stream, array, part.row - part.before]
         return Extent(stream, row + part.before, part.n, part.position, part.crc, part.before, part.after)
 
     # -- streams -----------------------------------------------------------------------------------------------------

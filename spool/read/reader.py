@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from spool.errors import AbsentError, InputError, IntegrityError
-from spool.model.fields import ROUTED_EXPERTS
+from spool.formats.shard import group_key, parse_group
+from spool.model.fields import ROUTED_EXPERTS, Schema
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
@@ -124,6 +125,14 @@ class Reader:
                 seen(batch)
         for late, columns, name in call.late:
             columns[name] = late.finish()
+
+    def select(self, ref: Ref, name: str) -> Selection | None:
+        """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
+        return Lookup(self._streams, [ref]).select(ref, name, [(0, ref.n_tokens)], sparse=True)
+
+    def schema(self, stream: str) -> Schema:
+        """Return the fields of a stream."""
+        return parse_group(self._document(group_key(stream)))[0]
 
     def locate(
         self,
