@@ -335,6 +335,8 @@ CALLS = {
     "publish_async": lambda sp, s, ref, refs=(), timeout_s=0.1: asyncio.run(
         sp.publish_async(refs, timeout_s=timeout_s)
     ),
+    "unpublished": lambda sp, s, ref, refs: sp.unpublished(refs),
+    "export": lambda sp, s, ref, what=None, path="nowhere", **odd: sp.export(what, path, dry_run=True, **odd),
     "checkpointed": lambda sp, s, ref, tag: sp.checkpointed(tag),
     "sessions": lambda sp, s, ref, **odd: list(sp.sessions(**odd)),
     "segments": lambda sp, s, ref, **odd: list(sp.segments(**odd)),
@@ -375,9 +377,10 @@ ARGUMENTS = {
     "final_segments": "session_id", "steps": "session_id", "view": f"session_id {VIEW}", "messages": "of",
     "tools": "of",
     "read": f"refs {READ}", "read many": READ, "read_async": f"refs {READ}", "locate": "of fields tokens layers",
-    "verify": "progress", "open": "uri fields", "append": STEP.removeprefix("response_token_ids "),
+    "verify": "progress", "open": "uri fields observer", "append": STEP.removeprefix("response_token_ids "),
     "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
     "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
+    "unpublished": "refs", "export": "what path format view dtype",
     "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 
@@ -426,8 +429,8 @@ def test_every_public_verb_is_swept():
         "recover",
         "expire_idle",
         "gc",
-        "backlog",
         "spill",
+        "status",
     }  # nothing, or a flag, to pass
     inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "on_thread",
               "suspend", "transaction"}  # fmt: skip
