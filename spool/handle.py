@@ -658,6 +658,7 @@ class Spool:
         arguments.one_of("dtype", dtype, get_args(DtypeChoice))
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise arguments.refused("path", "the path of a new folder", path)
+        self._feeds.catch_up(fresh=True)
         refs: list[StepRef | SegmentRef]
         if what is None or isinstance(what, str):
             refs = list(self.segments(what, view))

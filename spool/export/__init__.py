@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from spool.errors import InputError
 from spool.export.copy import copy_sessions
-from spool.export.parquet import plan_table, write_table
+from spool.export.parquet import array_bytes, plan_table, write_table
 from spool.export.place import staged
 from spool.export.source import DtypeChoice, Source
 from spool.model.refs import SegmentRef, StepRef
@@ -74,23 +75,19 @@ def export(
     foreign = next((ref for ref in refs if ref.spool_id != source.spool_id), None)
     if foreign is not None:
         raise InputError(f"{foreign.id} is of spool {foreign.spool_id}, this is {source.spool_id}: export it there")
-    sessions = dict.fromkeys(ref.session_id for ref in refs)
-    table = plan_table(source, refs, dtype)
-    made = Exported(
-        path=path, format=form, n_sessions=len(sessions), n_segments=len(refs), n_bytes=sum(table.sizes)
-    )  # fmt: skip
+    table = plan_table(source, refs, dtype) if form == "parquet" else None
+    sizes = [array_bytes(source, ref) for ref in refs] if table is None else table.sizes
+    weights = dict.fromkeys((ref.session_id for ref in refs), 0)
+    for ref, n_bytes in zip(refs, sizes, strict=True):
+        weights[ref.session_id] += n_bytes
+    made = Exported(path=path, format=form, n_sessions=len(weights), n_segments=len(refs), n_bytes=sum(sizes))
     if dry_run:
         return made
     with staged(path) as draft:
-        if form == "parquet":
+        if table is not None:
             write_table(source, table, draft, progress)
         else:
-            weights = dict.fromkeys(sessions, 0)
-            for ref, n_bytes in zip(refs, table.sizes, strict=True):
-                weights[ref.session_id] += n_bytes
             copy_sessions(source, weights, draft, f"file://{path}", progress)
             check(draft)
-    return Exported(
-        path=path, format=form, n_sessions=len(sessions), n_segments=len(refs), n_bytes=made.n_bytes,
-        file_bytes=sum(os.path.getsize(f"{at}/{name}") for at, _, names in os.walk(path) for name in names),
-    )  # fmt: skip
+    written = (os.path.getsize(f"{at}/{name}") for at, _, names in os.walk(path) for name in names)
+    return replace(made, file_bytes=sum(written))

@@ -8,6 +8,7 @@ Parquet does not have, becomes float32, bit for bit its upper half.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from spool.errors import InputError
 from spool.export.source import DtypeChoice, Source
 from spool.formats.arrays import Ragged
 from spool.formats.messages import printable
+from spool.model.fields import LOSS_MASK
 from spool.model.refs import SegmentRef, StepRef
 from spool.read.lookup import extents_of, names_of
 
@@ -105,16 +107,26 @@ def plan_table(source: Source, refs: Sequence[Part], dtype: DtypeChoice) -> Tabl
     columns: dict[str, Column] = {}
     sizes = []
     for ref in refs:
-        size = 0
-        for name in names_of(ref, None):
-            selection = source.select(ref, name)
-            if selection is None:
-                continue
-            column = _column(selection, dtype)
+        found = _fields(source, ref, dtype)
+        sizes.append(_array_bytes(found))
+        for name, (column, _) in found.items():
             columns[name] = _merged(name, columns.get(name, column), column)
-            size += selection.n * column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
-        sizes.append(size)
     return TablePlan(refs, columns, sizes, dtype)
+
+
+def array_bytes(source: Source, ref: Part) -> int:
+    """Return the bytes of the arrays of a reference as stored, ragged values counted as one a row."""
+    return _array_bytes(_fields(source, ref, "stored"))
+
+
+def _array_bytes(fields: dict[str, tuple[Column, int]]) -> int:
+    return sum(n * column.dtype.itemsize * math.prod(column.shape) for column, n in fields.values())
+
+
+def _fields(source: Source, ref: Part, dtype: DtypeChoice) -> dict[str, tuple[Column, int]]:
+    """Return the columns of a reference and their rows."""
+    found = ((name, source.select(ref, name)) for name in names_of(ref, None))
+    return {name: (_column(chosen, dtype), chosen.n) for name, chosen in found if chosen is not None}
 
 
 def _column(selection: Selection, dtype: DtypeChoice) -> Column:
@@ -206,7 +218,8 @@ def _cell(source: Source, ref: Part, name: str, column: Column, value: Any) -> p
     """Return an array of one cell."""
     if value is None:
         return pa.nulls(1, column.type)
-    selection = source.select(ref, name) if extents_of(ref, name) else None
+    # a loss mask has no gaps: where none was sent the step's tokens are trained
+    selection = source.select(ref, name) if name != LOSS_MASK.name and extents_of(ref, name) else None
     values = value.values if isinstance(value, Ragged) else value
     n = len(value.offsets) - 1 if isinstance(value, Ragged) else len(value)
     mask = _mask(n, [] if selection is None else ((gap.to, gap.stop - gap.start) for gap in selection.gaps))

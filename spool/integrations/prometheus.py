@@ -103,7 +103,7 @@ class PrometheusObserver:
                 self._deleted_bytes.inc(event.n_bytes)
 
     def watch(self, sp: Spool) -> None:
-        """Add gauges of a spool's `Status` to each scrape, until the spool is closed or gone.
+        """Add gauges of a spool's `Status` to each scrape, as long as somebody holds the spool.
 
         A scrape then looks at the root; of one with very many files choose a scrape interval of some seconds.
         """
