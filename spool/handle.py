@@ -84,7 +84,7 @@ def open(  # noqa: A001
     config, declared = parse_uri(uri), tuple(specs("fields", fields))
     if observer is not None and not callable(observer):
         raise arguments.refused("observer", "a function of one event", observer)
-    place = find(config, create=create and not readonly, observer=observer)
+    place = find(config, create=create and not readonly, join=not readonly, observer=observer)
     return Spool(place, declared, readonly=readonly, observer=observer)
 
 

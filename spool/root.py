@@ -54,8 +54,10 @@ class Place(NamedTuple):
     objects: Objects | None
 
 
-def find(config: Config, *, create: bool, observer: Observer | None = None) -> Place:
+def find(config: Config, *, create: bool, join: bool, observer: Observer | None = None) -> Place:
     """Return the spool at a location, made where there is none if ``create`` says so; a cold root is never made alone.
+
+    With ``join`` a hot root that is there is joined to the cold root it is opened with, which is made then.
 
     A hot root knows its cold one: a process that opens it without ``spill=`` finds evicted packs all the same.
 
@@ -74,7 +76,7 @@ def find(config: Config, *, create: bool, observer: Observer | None = None) -> P
         assert objects is not None
         identity = read_cold_identity(objects)
     else:
-        identity = make_identity(config.root, objects) if create else hot
+        identity = make_identity(config.root, objects) if create or (join and hot is not None) else hot
     if identity is None:
         raise NotFoundError(f"there is no spool at {config.url} (no spool.json)", root=config.root or config.url)
     return Place(config, identity, objects)
