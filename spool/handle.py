@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, get_args, overload
 
 import msgspec
 
-from spool import arguments, audit, locks
+from spool import arguments, audit, locks, status
 from spool.audit import Report
-from spool.catalog import Catalog, SessionRow
+from spool.catalog import Catalog, PackRow, SessionRow
 from spool.config import parse_uri
 from spool.derived import derived_segments
-from spool.errors import ConfigError, InputError
+from spool.errors import ConfigError, InputError, IntegrityError
+from spool.export import Exported, Format, Source
+from spool.export import export as write_export
+from spool.export.source import DtypeChoice
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
@@ -31,6 +35,7 @@ from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
 from spool.model.refs import Ref, SegmentRef, StepRef
+from spool.observe import Deleted, Observer, Waited, tell
 from spool.opening import opening, specs
 from spool.publishing import Publisher
 from spool.read.reader import ByteRange
@@ -49,7 +54,8 @@ from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller
 from spool.spiller.rollup import roll_up
-from spool.spiller.status import Status, read_status
+from spool.spiller.status import read_status
+from spool.status import Status
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
@@ -67,6 +73,7 @@ def open(  # noqa: A001
     fields: Sequence[FieldSpec] = (),
     create: bool = True,
     readonly: bool = False,
+    observer: Observer | None = None,
 ) -> Spool:
     """Open a spool.
 
@@ -75,20 +82,32 @@ def open(  # noqa: A001
         fields: specs of the user's own fields, for every session of this handle.
         create: make the spool where there is none.
         readonly: write nothing into the spool, not even into its index; nothing can be recorded, and none is created.
+        observer: called with what happens in this process, the events of `spool.observe`; see there.
 
     Raises:
         ConfigError: the URI or the file system does not fit.
         NotFoundError: there is no spool and it is not to be created.
     """
     config, declared = parse_uri(uri), tuple(specs("fields", fields))
-    return Spool(find(config, create=create and not readonly), declared, readonly=readonly)
+    if observer is not None and not callable(observer):
+        raise arguments.refused("observer", "a function of one event", observer)
+    place = find(config, create=create and not readonly, join=not readonly, observer=observer)
+    return Spool(place, declared, readonly=readonly, observer=observer)
 
 
 class Spool:
     """An open spool; made by `open`. Safe from many threads, and after a fork."""
 
-    def __init__(self, place: Place, fields: tuple[FieldSpec, ...] = (), *, readonly: bool = False) -> None:
+    def __init__(
+        self,
+        place: Place,
+        fields: tuple[FieldSpec, ...] = (),
+        *,
+        readonly: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
         config = self.config = place.config
+        self._observer = observer
         self.spool_id, self._created = place.identity.id, place.identity.created
         self._fields = fields
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
@@ -97,7 +116,7 @@ class Spool:
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
         self._feeds = Feeds(self._feeder, cold, local=config.root is not None)
         self._history = History(self.spool_id, config, self._catalog, self._feeds)
-        self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
+        self._readers = Readers(config, self.spool_id, self._catalog, self._feeds, observer)
         self._keeper = None
         if config.root is not None and not readonly:
             self._keeper = Keeper(
@@ -108,7 +127,14 @@ class Spool:
                 patience_s=0.0 if config.spill is not None else RELEASE_WAIT_S,
             )
         self._recorder = Recorder(
-            config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
+            config,
+            self.spool_id,
+            self._catalog,
+            self._feeds,
+            self._keeper,
+            self._readers.inline,
+            readonly=readonly,
+            observer=observer,
         )
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
@@ -250,9 +276,18 @@ class Spool:
             arguments.optional(arguments.label, "tag", tag),
         )
 
-    def checkpointed(self, tag: str) -> None:
-        """Say that no restart needs what was released under ``tag``."""
-        self._facts.checkpointed(arguments.label("tag", tag))
+    def checkpointed(self, tag: str, *, dry_run: bool = False) -> int:
+        """Say that no restart needs what was released under ``tag``; return how many segments that are, so far.
+
+        Args:
+            tag: as given to `release`.
+            dry_run: say nothing, only count.
+        """
+        tag = arguments.label("tag", tag)
+        self._feeds.catch_up(fresh=True)
+        if not dry_run:
+            self._facts.checkpointed(tag)
+        return self._catalog.n_tagged(tag)
 
     def publish(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """Return when every byte that references need, and the records of their sessions, are durable in the cold root.
@@ -271,13 +306,36 @@ class Spool:
             IntegrityError: a pack is not as it was recorded, and stays where it is.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publishing().publish(self._to_publish(refs), arguments.seconds("timeout_s", timeout_s))
+        publisher, many = self._publishing(), self._to_publish(refs)
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
+        with self._waiting("publish"):
+            publisher.publish(many, timeout_s)
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publishing().publish_async(
-            self._to_publish(refs), arguments.seconds("timeout_s", timeout_s), self._on_thread
-        )
+        publisher, many = self._publishing(), self._to_publish(refs)
+        timeout_s = arguments.seconds("timeout_s", timeout_s)
+        with self._waiting("publish"):
+            await publisher.publish_async(many, timeout_s, self._on_thread)
+
+    def unpublished(self, refs: Ref | Sequence[Ref]) -> list[tuple[str, int]]:
+        """Return the packs, as (stream, number), that references need and that are not in the cold root yet.
+
+        Raises:
+            ConfigError: the spool has no cold root.
+            ReleasedError: one of them was deleted.
+        """
+        publisher, many = self._publishing(), self._to_publish(refs)
+        self._feeds.catch_up(fresh=True)
+        return sorted(publisher.missing(many)[1])
+
+    @contextlib.contextmanager
+    def _waiting(self, reason: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            tell(self._observer, Waited(time.monotonic() - began, reason))
 
     def _to_publish(self, refs: Ref | Sequence[Ref]) -> list[Ref]:
         many = _references(refs)
@@ -288,16 +346,19 @@ class Spool:
 
     def _publishing(self) -> Publisher:
         if self._publisher is None:
-            raise ConfigError(
-                f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
-            )
+            raise self._no_cold_root("publish")
         return self._publisher
+
+    def _no_cold_root(self, verb: str) -> ConfigError:
+        return ConfigError(
+            f"the spool at {self.config.url} has no cold root to {verb} to: open it with ?spill=s3://bucket/prefix"
+        )
 
     def _nudge(self) -> None:
         if self._keeper is not None:
             self._keeper.keep_running()
 
-    def _spiller_status(self) -> Status | None:
+    def _spiller_status(self) -> SpillerStatus | None:
         return None if self.config.root is None else read_status(self.config.root)
 
     # -- finding -----------------------------------------------------------------------------------------------------
@@ -501,9 +562,16 @@ class Spool:
         )
 
     def usage(self) -> list[dict[str, Any]]:
-        """Return rows and bytes by stream and stored array, as `spool du` prints them."""
+        """Return rows and bytes by stream, stored array and tier, as `spool du` prints them.
+
+        From a hot root of its own streams in both tiers, from a cold root of all.
+
+        Raises:
+            StorageError: a root cannot be read.
+        """
         self._look()
-        return audit.usage(self._hot_store("usage"), self._history.events())
+        objects = None if self._feeds.cold is None else self._feeds.cold.objects
+        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
@@ -516,7 +584,7 @@ class Spool:
             "id": self.spool_id,
             "format": FORMAT,
             "created_at": self._created,
-            "n_streams": len(names),
+            "n_streams": len(names) if self.config.root is not None else totals["n_streams"],
             "n_live": sum(is_live(self.config.root or "", name) for name in names),
             **{name: number for name, number in totals.items() if name != "n_streams"},
         }
@@ -544,37 +612,140 @@ class Spool:
         return found
 
     def spill(
-        self, *, until_idle: bool = False, stop: threading.Event | None = None, lock_fd: int | None = None
-    ) -> None:
+        self,
+        *,
+        follow: bool = False,
+        until_idle: bool = False,
+        dry_run: bool = False,
+        stop: threading.Event | None = None,
+        lock_fd: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> list[PackRow]:
         """Be the spiller of the hot root: bring sealed packs to the cold root, evict, recover, collect.
 
+        By default all that is sealed now is brought over, whatever ``spill_when`` says.
+
         Args:
-            until_idle: end when nothing needs a spiller; else when ``stop`` is set.
+            follow: go on with what is sealed later, until ``stop`` is set.
+            until_idle: go on until nothing needs a spiller.
+            dry_run: change nothing, only return what would be brought over; no lock is needed.
             stop: ends it.
             lock_fd: a descriptor that holds the spiller's lock already.
+            progress: called with bytes done and bytes in all; not where it goes on.
+
+        Returns:
+            The packs, as they are then; one that could not be brought over is still ``sealed``. Nothing where it went
+            on.
 
         Raises:
             LockedError: a spiller works on this root.
-            ConfigError: the spool has no hot root here.
+            ConfigError: the spool has no hot root here, or no cold one.
+            StorageError: a root failed; call it again. Where it goes on it tries again by itself.
         """
         root = self._hot_root("a spiller works on")
+        if self._feeds.cold is None:
+            raise self._no_cold_root("spill")
+        if dry_run:
+            self._feeds.catch_up(fresh=True)
+            with contextlib.closing(self._spiller()) as spiller:
+                return spiller.sealed()
         fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
         try:
-            spiller = self._spiller()
-            try:
+            with contextlib.closing(self._spiller()) as spiller:
+                if not follow and not until_idle:
+                    return spiller.once(progress)
                 spiller.run(stop or threading.Event(), until_idle=until_idle)
-            finally:
-                spiller.close()
+                return []
         finally:
             locks.release(fd)
 
-    def gc(self, *, dry_run: bool = False) -> list[Decision]:
+    def status(self) -> Status:
+        """Return how the spool is doing: bytes by tier, backlog, watermarks, the spiller; see `Status`."""
+        self._feeds.catch_up(fresh=True)
+        return status.look(self.config, self.spool_id, self._catalog)
+
+    def export(
+        self,
+        what: str | Ref | Sequence[Ref] | None,
+        path: str | os.PathLike[str],
+        format: Format = "parquet",  # noqa: A002
+        *,
+        view: View | None = None,
+        dtype: DtypeChoice = "stored",
+        dry_run: bool = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Exported:
+        """Write chosen segments into a new folder, as Parquet or as a spool of its own.
+
+        ``parquet``: a row for each segment, its fields as lists, with its identity, late facts and messages; what was
+        never sent is null. ``spool``: a hot root with the whole sessions of the segments, ids, late facts and arrays as
+        they were and every stored byte the same, that reads with no other root; nothing in it is released.
+
+        The folder gets its name when all is in it: one that fails, or is killed, leaves nothing under that name.
+
+        Args:
+            what: references of segments or steps of this spool; or a filter of segments, as `segments` takes it; None
+                for all segments.
+            path: the folder; nothing may be there.
+            format: ``parquet`` or ``spool``.
+            view: of a filter; the one each session was finalised with where None.
+            dtype: of arrays in Parquet: ``stored`` (narrow), or ``train``.
+            dry_run: write nothing, only say what would be in it.
+            progress: called with bytes done and bytes in all.
+
+        Raises:
+            InputError: there is something at ``path``, or segments do not fit into one table.
+            ReleasedError, IntegrityError, StorageError: something cannot be read.
+            CapacityError: the disk is full.
+        """
+        arguments.one_of("format", format, get_args(Format))
+        arguments.one_of("dtype", dtype, get_args(DtypeChoice))
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise arguments.refused("path", "the path of a new folder", path)
+        self._feeds.catch_up(fresh=True)
+        refs: list[StepRef | SegmentRef]
+        if what is None or isinstance(what, str):
+            refs = list(self.segments(what, view))
+        else:
+            refs = [_step_or_segment(ref) for ref in _references(what)]
+        return write_export(
+            self._source(),
+            refs,
+            os.fspath(path),
+            form=format,
+            dtype=dtype,
+            check=_check_copy,
+            progress=progress,
+            dry_run=dry_run,
+        )
+
+    def _source(self) -> Source:
+        def read(refs: Sequence[Ref], dtype: DtypeChoice, tokens: Sequence[slice] | None) -> list[Sample]:
+            return self.read(refs, tokens=tokens, dtype=dtype, missing=0)
+
+        catalog, readers = self._catalog, self._readers
+        return Source(
+            spool_id=self.spool_id,
+            read=read,
+            select=readers.select,
+            messages=self.messages,
+            tools=self.tools,
+            session=catalog.session,
+            schema=readers.schema,
+            events=catalog.session_events,
+            late=catalog.late_events,
+            tools_at=catalog.tools_at,
+            whole=self._feeds.read_events,
+        )
+
+    def gc(self, *, dry_run: bool = False, progress: Callable[[int, int], object] | None = None) -> list[Decision]:
         """Delete the packs that ``retention`` lets go, in the hot and the cold root.
 
         From a hot root its own streams' packs; from a cold root all of them, which is for one process at a time.
 
         Args:
             dry_run: change nothing, only say.
+            progress: called with bytes done and bytes in all.
 
         Returns:
             What happened, or would, to each sealed pack, and why.
@@ -583,17 +754,22 @@ class Spool:
             StorageError: a root failed; call it again.
         """
         self._feeds.catch_up(fresh=True)
-        collector = self._collector()
-        plan = collector.plan()
+        plan = self._collector().plan()
         if not dry_run:
-            collector.run(plan)
+            self._collect(plan, progress)
             if self.config.root is None and self._feeds.cold is not None:
                 roll_up(self._feeds.cold)
         return plan
 
-    def _collect(self) -> Collected:
+    def _collect(
+        self, plan: Sequence[Decision] | None = None, progress: Callable[[int, int], object] | None = None
+    ) -> Collected:
         collector = self._collector()
-        return collector.run(collector.plan())
+        plan = collector.plan() if plan is None else plan
+        done = collector.run(_with_progress(plan, progress))
+        if done.n_gone:
+            tell(self._observer, Deleted(done.n_gone, sum(item.n_bytes for item in plan if item.go)))
+        return done
 
     def _collector(self) -> Collector:
         config = self.config
@@ -616,15 +792,6 @@ class Spool:
             raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
         return self.config.root
 
-    def backlog(self) -> dict[str, list[int]]:
-        """Return the sealed packs that are not in the cold root yet and are to go there now, by stream."""
-        self._feeds.catch_up()
-        spiller = self._spiller()
-        try:
-            return spiller.backlog()
-        finally:
-            spiller.close()
-
     def _spiller(self) -> Spiller:
         return Spiller(
             self.config,
@@ -635,6 +802,7 @@ class Spool:
             own=self._recorder.stream_names,
             expire=self.expire_idle,
             collect=self._collect,
+            observer=self._observer,
         )
 
     # -- the handle itself -------------------------------------------------------------------------------------------
@@ -667,6 +835,23 @@ class Spool:
 
     async def _on_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._recorder.executor(), call)
+
+
+def _check_copy(root: str) -> None:
+    """Make the index of a new root, and check that all that it names is there."""
+    with open(root) as made:
+        found = made.verify().findings
+    if found:
+        raise IntegrityError(f"the copy is not whole: {found[0].text}; nothing was exported", file=found[0].file)
+
+
+def _with_progress(plan: Sequence[Decision], progress: Callable[[int, int], object] | None) -> Iterator[Decision]:
+    total, done = sum(item.n_bytes for item in plan if item.go), 0
+    for item in plan:
+        yield item
+        if item.go and progress is not None:
+            done += item.n_bytes
+            progress(done, total)
 
 
 def _step_or_segment(ref: object) -> StepRef | SegmentRef:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from spool.errors import CapacityError
+from spool.observe import Observer, Waited, tell
 
 T = TypeVar("T")
 
@@ -16,9 +17,10 @@ LONGEST_WAIT_S = 0.25
 
 
 class Host(Protocol):
-    """Who has room made."""
+    """Who has room made, and whose observer is told how long that took."""
 
     append_timeout_s: float
+    observer: Observer | None
 
     def press(self, error: CapacityError, waited_s: float) -> None:
         """Have room made for what was refused with ``error``, and waits since ``waited_s``; it does not raise."""
@@ -36,21 +38,27 @@ def with_room(host: Host, call: Callable[[], T]) -> T:
         CapacityError: there was no room in all that time.
     """
     room = _Patience(host)
-    while True:
-        try:
-            return room.attempt(call)
-        except CapacityError as error:
-            time.sleep(room.next_wait_s(error))
+    try:
+        while True:
+            try:
+                return room.attempt(call)
+            except CapacityError as error:
+                time.sleep(room.next_wait_s(error))
+    finally:
+        room.say()
 
 
 async def with_room_async(host: Host, on_thread: Callable[[Callable[[], T]], Awaitable[T]], call: Callable[[], T]) -> T:
     """`with_room`, calling ``call`` by ``on_thread`` and sleeping on the event loop."""
     room = _Patience(host)
-    while True:
-        try:
-            return await on_thread(lambda: room.attempt(call))
-        except CapacityError as error:
-            await asyncio.sleep(room.next_wait_s(error))
+    try:
+        while True:
+            try:
+                return await on_thread(lambda: room.attempt(call))
+            except CapacityError as error:
+                await asyncio.sleep(room.next_wait_s(error))
+    finally:
+        room.say()
 
 
 class _Patience:
@@ -60,6 +68,7 @@ class _Patience:
         self._host = host
         self._began = time.monotonic()
         self._wait_s = FIRST_WAIT_S
+        self._since: float | None = None
 
     def attempt(self, call: Callable[[], T]) -> T:
         """Return ``call()``; where it finds no room, have some made before that is said."""
@@ -75,8 +84,14 @@ class _Patience:
         wait_s = self._wait_s
         if _is_hopeless(error) or time.monotonic() + wait_s - self._began > self._host.append_timeout_s:
             raise error
+        self._since = self._since or time.monotonic()
         self._wait_s = min(2 * wait_s, LONGEST_WAIT_S)
         return wait_s
+
+    def say(self) -> None:
+        """Tell the host's observer how long was waited, if at all."""
+        if self._since is not None:
+            tell(self._host.observer, Waited(time.monotonic() - self._since, "room"))
 
 
 def _is_hopeless(error: CapacityError) -> bool:

@@ -16,14 +16,17 @@ from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
 from spool.logs.packs import GoneMark, parse_tombstone, read_gone
-from spool.model.fields import BUILT_IN
+from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
+from spool.observe import Observer
 from spool.read.cold import ColdTier
 from spool.read.hot import HotTier
+from spool.read.lookup import Selection
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Sample
 from spool.read.select import Tokens
 from spool.read.tier import Deletion, Tier
+from spool.read.watch import Watch
 from spool.root import open_cold, read_cold_identity, read_identity
 from spool.stores.hot import HotStore
 from spool.stores.objects import Objects
@@ -39,13 +42,17 @@ class Readers:
         spool_id: of this spool.
         catalog: knows arrays that were attached late.
         feeds: bring it up to date; have the cold root.
+        observer: told of reads; None for nobody.
 
     Attributes:
         store: of this spool's hot root; None where it was opened from its cold one.
     """
 
-    def __init__(self, config: Config, spool_id: str, catalog: Catalog, feeds: Feeds) -> None:
+    def __init__(
+        self, config: Config, spool_id: str, catalog: Catalog, feeds: Feeds, observer: Observer | None = None
+    ) -> None:
         self._config = config
+        self._observer = observer
         self._spool_id = spool_id
         self._catalog = catalog
         self._feeds = feeds
@@ -83,9 +90,18 @@ class Readers:
             if not self._looked.issuperset(ref.roots):
                 self._look(ref)
         reader = self._of(refs[0]) if refs else self._readers[self._spool_id]
-        return reader.read(
-            refs, fields=fields, tokens=tokens, layers=layers, dtype=dtype, out=out, missing=missing, verify=verify
-        )
+        with Watch(self._observer) as watch:
+            return reader.read(
+                refs,
+                fields=fields,
+                tokens=tokens,
+                layers=layers,
+                dtype=dtype,
+                out=out,
+                missing=missing,
+                verify=verify,
+                seen=watch.seen,
+            )
 
     def locate(
         self, ref: Ref, *, fields: Sequence[str] | None, tokens: Tokens, layers: slice | None
@@ -94,6 +110,15 @@ class Readers:
         whole = ref if fields is None else self._with_attached(ref, fields)
         self._look(whole)
         return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers)
+
+    def select(self, ref: Ref, name: str) -> Selection | None:
+        """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
+        self._look(ref)
+        return self._of(ref).select(ref, name)
+
+    def schema(self, stream: str) -> Schema:
+        """Return the fields of a stream of this spool."""
+        return self._readers[self._spool_id].schema(stream)
 
     def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
         """Return the references with the payload of ``fields`` inside.
@@ -169,7 +194,7 @@ class Readers:
                     return identity.id, _hot_tier(self._store_at(path))
                 if identity is None:
                     return None
-            objects = open_cold(self._config, url if path is None else f"file://{path}")
+            objects = open_cold(self._config, url if path is None else f"file://{path}", self._observer)
             identity = read_cold_identity(objects)
         except SpoolError as error:
             log.warning("the root %s is passed over: %s", url, error)

@@ -16,6 +16,7 @@ from spool.formats.frames import encode_event
 from spool.model.events import Event, SessionOpened
 from spool.model.fields import Schema
 from spool.model.refs import SegmentRef
+from spool.observe import Observer
 from spool.rollout.messages import MessageTail
 from spool.rollout.state import SessionState
 
@@ -91,11 +92,13 @@ class Host(Protocol):
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
         known_tools: the tool schemas that this process stored in its streams' latest packs.
+        observer: told of what happens; None for nobody.
     """
 
     spool_id: str
     roots: tuple[str, ...]
     append_timeout_s: float
+    observer: Observer | None
     known_tools: KnownTools
 
     def press(self, error: CapacityError, waited_s: float) -> None:

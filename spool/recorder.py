@@ -30,6 +30,7 @@ from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
+from spool.observe import Observer
 from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
@@ -52,6 +53,7 @@ class Recorder:
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
         known_tools: the tool schemas that this process stored in its streams' latest packs.
+        observer: told of what happens; None for nobody.
     """
 
     def __init__(
@@ -64,11 +66,13 @@ class Recorder:
         inline: Callable[[list[SegmentRef], Sequence[str]], list[SegmentRef]],
         *,
         readonly: bool = False,
+        observer: Observer | None = None,
     ) -> None:
         self.spool_id = spool_id
         self.append_timeout_s = config.append_timeout_s
         self.roots = config.urls
         self.inline = inline
+        self.observer = observer
         self._config = config
         self._readonly = readonly
         self._catalog = catalog

@@ -15,8 +15,10 @@ from msgspec import Struct
 from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
 from spool.formats.shard import parse_attributes
+from spool.observe import Observer, Retried, tell
 from spool.stores.local import check_hot_root, map_os_error, read_file, write_atomic
 from spool.stores.objects import Objects, open_objects
+from spool.stores.objects import Observer as RequestObserver
 
 FORMAT = 1
 
@@ -53,8 +55,10 @@ class Place(NamedTuple):
     objects: Objects | None
 
 
-def find(config: Config, *, create: bool) -> Place:
+def find(config: Config, *, create: bool, join: bool, observer: Observer | None = None) -> Place:
     """Return the spool at a location, made where there is none if ``create`` says so; a cold root is never made alone.
+
+    With ``join`` a hot root that is there is joined to the cold root it is opened with, which is made then.
 
     A hot root knows its cold one: a process that opens it without ``spill=`` finds evicted packs all the same.
 
@@ -68,19 +72,19 @@ def find(config: Config, *, create: bool) -> Place:
         config = msgspec.structs.replace(config, root=None, spill=f"file://{quote(str(config.root))}")
     elif hot is not None and config.spill is None:
         config = msgspec.structs.replace(config, spill=hot.spill)
-    objects = None if config.spill is None else open_cold(config, config.spill)
+    objects = None if config.spill is None else open_cold(config, config.spill, observer)
     if config.root is None:
         assert objects is not None
         identity = read_cold_identity(objects)
     else:
-        identity = make_identity(config.root, objects) if create else hot
+        identity = make_identity(config.root, objects) if create or (join and hot is not None) else hot
     if identity is None:
         raise NotFoundError(f"there is no spool at {config.url} (no spool.json)", root=config.root or config.url)
     return Place(config, identity, objects)
 
 
-def open_cold(config: Config, url: str) -> Objects:
-    """Return the objects of a cold root, with the bounds of ``config``.
+def open_cold(config: Config, url: str, observer: Observer | None = None) -> Objects:
+    """Return the objects of a cold root, with the bounds of ``config``; ``observer`` is told of retries.
 
     Raises:
         ConfigError: the URL is malformed, or its client is not installed.
@@ -90,7 +94,16 @@ def open_cold(config: Config, url: str) -> Objects:
         concurrency=config.cold_concurrency,
         deadline_s=config.cold_deadline_s,
         verify=config.verify_upload,
+        observer=None if observer is None else _retries(observer),
     )
+
+
+def _retries(observer: Observer) -> RequestObserver:
+    def told(kind: str, key: str, _n_bytes: int, _seconds: float) -> None:
+        if kind == "retry":
+            tell(observer, Retried(key))
+
+    return told
 
 
 def read_identity(root: str) -> Identity | None:

@@ -30,6 +30,7 @@ from spool.model.events import (
 )
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
+from spool.observe import Appended, tell
 from spool.patience import with_room, with_room_async
 from spool.record import Host, Record, StoredTools, SuspendToken, check_same
 from spool.rollout.messages import extend
@@ -139,6 +140,17 @@ class Session:
         return await asyncio.get_running_loop().run_in_executor(self._host.executor(), lambda: context.run(call))
 
     def _append(self, step: StepInput) -> StepRef:
+        observer = self._host.observer
+        if observer is None:
+            return self._append_step(step)[0]
+        began = time.perf_counter()
+        ref, n_bytes = self._append_step(step)
+        if n_bytes is not None:
+            tell(observer, Appended(n_bytes, 1, time.perf_counter() - began))
+        return ref
+
+    def _append_step(self, step: StepInput) -> tuple[StepRef, int | None]:
+        """Return a step's reference, and the bytes that were stored for it; None where it was recorded before."""
         with self._record.owned():
             state, held = self._open_state(), self._held()
             self._used_at = time.monotonic()
@@ -159,7 +171,7 @@ class Session:
                         f"{what} is recorded with other content; use a new step_id for a new step",
                         session_id=self.session_id, step=step.step_id,
                     )  # fmt: skip
-                return state.ref(known.index)
+                return state.ref(known.index), None
             plan = state.plan(
                 intake.prompt,
                 intake.response,
@@ -181,11 +193,11 @@ class Session:
                 metadata=metadata,
             )
             with self._recording():
-                index = self._store(state, draft, held, what)
+                index, n_bytes = self._store(state, draft, held, what)
                 self._record.tails[index] = tail
-            return state.ref(index)
+            return state.ref(index), n_bytes
 
-    def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> int:
+    def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> tuple[int, int]:
         writer = self._record.writer()
         rows = {}
         for field, ranges in draft.plan.store.items():
@@ -203,14 +215,15 @@ class Session:
             stored[:] = self._missing_tools(filter(None, [tools]), writer)
             return encode_event(together(tools if stored else None, committed[0]))
 
-        writer.append(rows, event)
+        wrote = writer.append(rows, event)
         if held is None:
             self._host.known_tools.update(stored)
         else:
             known = tools in held.events
             held.events.extend(filter(None, (None if known else tools, committed[0])))
         state.commit(committed[0], transaction=held)
-        return committed[0].index
+        n_bytes = 0 if self._host.observer is None else writer.stored_bytes(wrote)
+        return committed[0].index, n_bytes
 
     def _own_step(self, step: str | int | StepRef | None) -> str | int | None:
         if not isinstance(step, StepRef):

@@ -24,9 +24,13 @@ from tools import cli_reference
 
 READING = {
     "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
-    "show": ("show", "plain"), "verify": ("verify", "--deep"),
+    "show": ("show", "plain"), "status": ("status",), "verify": ("verify", "--deep"),
 }  # fmt: skip
-CHANGING = {"demo", "import", "rebuild", "recover", "spill"}
+CHANGING = {
+    "checkpointed": ("checkpointed", "ckpt"), "demo": ("demo",), "export": ("export", "--all", "-o", "/nowhere/at/all"),
+    "gc": ("gc",), "import": ("import", str(cli_reference.PATH)), "publish": ("publish", "plain"),
+    "rebuild": ("rebuild",), "recover": ("recover",), "release": ("release", "plain"), "spill": ("spill",),
+}  # fmt: skip
 
 
 def at(args, location):
@@ -76,7 +80,7 @@ def test_the_reference_is_up_to_date_and_has_every_verb():
     assert text == cli_reference.document(), "run python -m tools.cli_reference"
     assert re.findall(r"^## spool (\w+)$", text, re.MULTILINE) == sorted(VERBS)
     files = {path.name.removesuffix("_.py") for path in Path(cli_reference.PATH.parents[1] / "spool/cli").glob("*_.py")}
-    assert files - {"__init_"} == set(VERBS) == set(READING) | CHANGING
+    assert files - {"__init_"} == set(VERBS) == READING.keys() | CHANGING.keys()
 
 
 def test_help_is_quick_and_loads_nothing_heavy():
@@ -131,20 +135,14 @@ def test_the_location_is_an_argument_or_in_the_environment(some):
 def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
-    args = {
-        "import": ("import", cli_reference.PATH),
-        "rebuild": ("rebuild",),
-        "recover": ("recover",),
-        "spill": ("spill",),
-    }
-    args = args.get(verb) or READING[verb]
-    done = run(*args, code=3 if verb in ("cat", "locate", "show") else 2)
+    args = CHANGING.get(verb) or READING[verb]
+    done = run(*args, code=3 if verb in ("cat", "locate", "publish", "release", "show") else 2)
     assert "SPOOL_URI is not set" in done.err
 
 
 @pytest.mark.parametrize("verb", sorted(set(VERBS) - {"demo", "import"}))
 def test_a_location_without_a_spool_is_not_found_and_not_made(verb, tmp_path):
-    args = READING.get(verb, (verb,))
+    args = CHANGING.get(verb) or READING[verb]
     done = run(*at(args, f"file://{tmp_path}/none"), code=3)
     assert "no spool" in done.err
     assert list(tmp_path.iterdir()) == []
@@ -512,9 +510,12 @@ def test_a_dry_run_changes_nothing(verb, some, tmp_path, shared_data):
     shutil.copytree(some, root)
     before = tree(tmp_path)
     source = (shared_data / "trajectories" / "tau-bench",) if verb == "import" else ()
-    done = run(verb, *source, root, "--dry-run", "--json").json
+    location = f"{root}?spill=file://{tmp_path}/cold" if verb in ("publish", "spill") else root
+    args = (*source, location) if verb == "import" else at(CHANGING[verb], location)[1:]
+    done = run(verb, *args, "--dry-run", "--json").json
     assert done
-    assert run(verb, *source, root, "--dry-run").text or verb == "recover"
+    shown = run(verb, *args, "--dry-run")
+    assert shown.text or shown.err or verb == "recover"
     assert tree(tmp_path) == before
     if verb in ("import", "demo"):
         run(verb, *source, tmp_path / "none", "--dry-run")

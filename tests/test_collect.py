@@ -113,7 +113,7 @@ def test_a_finished_root_comes_to_rest(released, cold, tmp_path):
         sp.rebuild()
         sp.sessions()
         assert sp._catalog.dump() == before
-        assert [row for row in sp.sessions()] == []
+        assert list(sp.sessions()) == []
     # what is left are late facts, whose data might still arrive; after a day they go too
     with spool.open(f"{cold}?grace_s=0.001") as operator:
         collect(operator, unknown_keep_s=0.0)

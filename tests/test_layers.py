@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"torch", "ray", "click", "textual", "rich", "s3fs", "botocore", "boto3", "zarr", "tensorstore"}
+HEAVY = {
+    "torch", "ray", "click", "prometheus_client", "textual", "rich", "s3fs", "botocore", "boto3", "zarr", "tensorstore",
+}  # fmt: skip
 
 
 def modules_after(statement: str) -> set[str]:

@@ -336,6 +336,8 @@ CALLS = {
     "publish_async": lambda sp, s, ref, refs=(), timeout_s=0.1: asyncio.run(
         sp.publish_async(refs, timeout_s=timeout_s)
     ),
+    "unpublished": lambda sp, s, ref, refs: sp.unpublished(refs),
+    "export": lambda sp, s, ref, what=None, path="nowhere", **odd: sp.export(what, path, dry_run=True, **odd),
     "checkpointed": lambda sp, s, ref, tag: sp.checkpointed(tag),
     "sessions": lambda sp, s, ref, **odd: list(sp.sessions(**odd)),
     "segments": lambda sp, s, ref, **odd: list(sp.segments(**odd)),
@@ -376,9 +378,10 @@ ARGUMENTS = {
     "final_segments": "session_id", "steps": "session_id", "view": f"session_id {VIEW}", "messages": "of",
     "tools": "of",
     "read": f"refs {READ}", "read many": READ, "read_async": f"refs {READ}", "locate": "of fields tokens layers",
-    "verify": "progress", "open": "uri fields", "append": STEP.removeprefix("response_token_ids "),
+    "verify": "progress", "open": "uri fields observer", "append": STEP.removeprefix("response_token_ids "),
     "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
     "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
+    "unpublished": "refs", "export": "what path format view dtype",
     "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 
@@ -419,7 +422,7 @@ def test_every_public_verb_is_swept():
     verbs = {f"{kind}{name}" for kind, cls in (("", spool.Spool), ("Session.", spool.Session)) for name in vars(cls)}
     swept = CALLS.keys() | {f"Session.{name}" for name in CALLS}
     without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle", "gc", "backlog",
-               "spill"}  # fmt: skip
+               "spill", "status"}  # fmt: skip
     inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "is_pending", "is_recorded",
               "is_refused", "known_step", "on_thread", "suspend", "transaction"}  # fmt: skip
     left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without

@@ -17,6 +17,7 @@ from spool.model.fields import Layout, Schema
 from spool.model.refs import SegmentRef, StepRef
 from spool.record import SuspendToken
 from spool.root import Identity
+from spool.status import Status
 
 FOLDER = Path(__file__).parents[1] / "schemas"
 
@@ -29,6 +30,7 @@ SOURCES: dict[str, tuple[str, Any]] = {
     "pack-entry.json": ("An entry of spool:packs in a manifest's metadata", PackEntry),
     "suspend-token.json": ("A suspend token", SuspendToken),
     "cli-ls.json": ("spool ls --json", list[SessionRow]),
+    "cli-status.json": ("spool status --json", Status),
     "cli-verify.json": ("spool verify --json", Report),
 }
 

@@ -11,14 +11,14 @@ from spool.catalog import forget, query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
-from spool.catalog.history import session_events
+from spool.catalog.history import late_events, session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
 from spool.catalog.packs import Packs
 from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
 from spool.catalog.schema import GONE, DamagedError
 from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
 from spool.errors import StorageError
-from spool.model.events import Attached, StepCommitted
+from spool.model.events import Annotated, Attached, StepCommitted
 from spool.model.refs import SegmentRef
 
 _OPENINGS = 3
@@ -316,6 +316,11 @@ class Catalog:
         sid = self._sid(session_id)
         return (self._run(sql, (sid,))[0][0] or 0.0) if sid is not None else 0.0
 
+    def late_events(self, session_id: str) -> list[Annotated | Attached]:
+        """Return a session's annotations and late arrays, in the order in which the last wins."""
+        sid = self._sid(session_id)
+        return late_events(self._run, sid) if sid is not None else []
+
     def facts(self, session_id: str, segment: str | None = None) -> dict[str, Any]:
         """Return the late facts of a session, or those given to one of its segments, by its key."""
         sid = self._sid(session_id)
@@ -337,6 +342,10 @@ class Catalog:
         """Return the releases of a session's segments."""
         sid = self._sid(session_id)
         return query.releases_of(self._run, sid) if sid is not None else ()
+
+    def n_tagged(self, tag: str) -> int:
+        """Return how many segments are released under a tag."""
+        return query.n_tagged(self._run, tag)
 
     def tools_at(self, key: str) -> Place | None:
         """Return where tool schemas are stored, or None."""

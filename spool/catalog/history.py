@@ -10,13 +10,25 @@ from msgspec.structs import replace
 from spool.catalog.fold import ORDER, decode_event, decode_ref
 from spool.catalog.rows import Located
 from spool.catalog.schema import LATE
-from spool.model.events import SessionDiscarded, SessionFinalized, SessionOpened, Single, StepCommitted, StepDiscarded
+from spool.model.events import (
+    Annotated,
+    Attached,
+    SessionDiscarded,
+    SessionFinalized,
+    SessionOpened,
+    Single,
+    StepCommitted,
+    StepDiscarded,
+)
 
 Execute = Callable[..., list[tuple[Any, ...]]]
 
 EVENTS = f"""
 SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
 FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot > {LATE} ORDER BY {ORDER}"""  # noqa: S608
+
+LATE_EVENTS = f"""
+SELECT e.event FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {LATE} ORDER BY {ORDER}"""  # noqa: S608
 
 
 def session_events(run: Execute, sid: int) -> list[Located]:
@@ -38,6 +50,12 @@ def session_events(run: Execute, sid: int) -> list[Located]:
     steps = sorted(found(StepCommitted), key=lambda item: getattr(item.event, "index", 0))
     finals = [_with_segments(run, sid, item) for item in found(SessionFinalized)]
     return [*opened, *steps, *found(StepDiscarded), *finals, *found(SessionDiscarded)]
+
+
+def late_events(run: Execute, sid: int) -> list[Annotated | Attached]:
+    """Return a session's annotations and late arrays, in the order in which the last wins."""
+    events = [decode_event(row[-1]) for row in run(LATE_EVENTS, (sid,))]
+    return [event for event in events if isinstance(event, Annotated | Attached)]
 
 
 def _key(item: Located) -> object:

@@ -245,6 +245,11 @@ def releases_of(run: Execute, sid: int) -> tuple[Release, ...]:
     return tuple(Release(target, tag if tag != 0 else None, at, bool(due)) for target, tag, at, due in run(sql, (sid,)))
 
 
+def n_tagged(run: Execute, tag: str) -> int:
+    """Return how many segments are released under a tag."""
+    return int(run("SELECT count(*) FROM releases WHERE tag = ?", (tag,))[0][0])
+
+
 def place_of_tools(run: Execute, key: str) -> Place | None:
     """Return the first place by stream and pack where tool schemas are stored."""
     sql = (

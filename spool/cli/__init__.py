@@ -12,7 +12,10 @@ import click
 from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
 
-VERBS = ("cat", "demo", "du", "import", "info", "locate", "ls", "rebuild", "recover", "show", "spill", "verify")
+VERBS = (
+    "cat", "checkpointed", "demo", "du", "export", "gc", "import", "info", "locate", "ls", "publish", "rebuild",
+    "recover", "release", "show", "spill", "status", "verify",
+)  # fmt: skip
 
 
 class _Verbs(click.Group):

@@ -9,7 +9,7 @@ import click
 from spool.cli.output import Column, json_option, write_json, write_rows
 from spool.cli.places import location_argument, open_spool
 
-_BYTES = ("stored_bytes", "sent_bytes", "file_bytes")
+_BYTES = ("stored_bytes", "sent_bytes", "file_bytes", "cold_sent_bytes", "cold_bytes")
 _COLUMNS = (
     Column("field", "FIELD"),
     Column("rows", "ROWS", "count"),
@@ -17,6 +17,10 @@ _COLUMNS = (
     Column("sent_bytes", "AS INT32", "size"),
     Column("ratio", "RATIO", "number"),
     Column("file_bytes", "FILES", "size"),
+    Column("cold_rows", "COLD ROWS", "count"),
+    Column("cold_bytes", "COLD", "size"),
+    Column("cold_ratio", "RATIO", "number"),
+    Column("cold_sent_bytes"),
 )
 
 
@@ -28,7 +32,9 @@ def command(location: str | None, streams: bool, as_json: bool) -> None:
     """Say where the bytes are.
 
     For each field: rows; their bytes as stored; the bytes of the same as engines send them (routing of all layers as
-    int32), and how many times as much that is; and what the files hold, records, metadata and padding included.
+    int32), and how many times as much that is; and what the files hold, records, metadata and padding included. Then
+    the same of the cold root: rows that are there, what their objects take, and how many times as much they are as
+    engines send them. From a hot root its own streams are counted, from a cold root all.
     """
     with open_spool(location) as sp:
         rows = sp.usage()
@@ -47,7 +53,7 @@ def _by(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     for row in rows:
         groups.setdefault(row[key], []).append(row)
     return [
-        {key: name, "rows": _add(group, "rows"), **_sum(group)}
+        {key: name, "rows": _add(group, "rows"), "cold_rows": _add(group, "cold_rows"), **_sum(group)}
         for name, group in sorted(groups.items(), key=lambda item: (item[0] == "records", item[0]))
     ]
 
@@ -63,5 +69,11 @@ def _sum(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ratio(row: dict[str, Any]) -> dict[str, Any]:
-    stored, sent = row["stored_bytes"], row["sent_bytes"]
-    return {"ratio": round(sent / stored, 2) if stored else None}
+    return {
+        "ratio": _quotient(row["sent_bytes"], row["stored_bytes"]),
+        "cold_ratio": _quotient(row["cold_sent_bytes"], row["cold_bytes"]),
+    }
+
+
+def _quotient(sent: int | None, taken: int | None) -> float | None:
+    return round(sent / taken, 2) if sent and taken else None

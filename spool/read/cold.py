@@ -107,10 +107,11 @@ class ColdTier:
         if layout.codec == "raw":
             start, stop = cold.raw_span(layout, row, n)
             rows = cold.raw_rows(layout, self.objects.get_range(fetch.key, start, stop), row, n)
+            batch.fetched.append(("cold", stop - start))
             spread(fetch.pieces, fetch.offset, np.frombuffer(rows, np.uint8), batch, self)
             return
         layers = _wanted_layers(source, fetch.pieces, batch)
-        stored = self._compressed_rows(fetch.key, layout, row, n, layers)
+        stored = self._compressed_rows(fetch.key, layout, row, n, layers, batch)
         if layers is None:
             spread(fetch.pieces, fetch.offset, stored.reshape(-1).view(np.uint8), batch, self)
             return
@@ -120,11 +121,14 @@ class ColdTier:
             part = stored[first : first + piece.length // source.row_bytes]
             batch.targets[piece.target].put_rows(source, piece.row, part)
 
-    def _compressed_rows(self, key: str, layout: ColdLayout, row: int, n: int, layers: slice | None) -> Array:
+    def _compressed_rows(
+        self, key: str, layout: ColdLayout, row: int, n: int, layers: slice | None, batch: Batch
+    ) -> Array:
         """Return rows ``[row, row + n)`` of a compressed shard: ``[n, layers, ...]``, or ``[n, *shape]``."""
-        spans = cold.zstd_spans(layout, self._index(key, layout), row, n, layers)
+        spans = cold.zstd_spans(layout, self._index(key, layout, batch), row, n, layers)
         runs = list(_neighbours(spans))
         found = self.objects.get_ranges([(key, run[0].start, run[-1].stop) for run in runs])
+        batch.fetched.append(("cold", sum(map(len, found))))
         shape = layout.spec.shape if layers is None else (layers.stop - layers.start, *layout.spec.shape[1:])
         rows = np.empty((n, *shape), numpy_dtype(layout.spec.dtype))
         chunks = (
@@ -145,13 +149,15 @@ class ColdTier:
             known = self._layouts[source.stream] = parse_cold_group(data)[1]
         return known[source.name]
 
-    def _index(self, key: str, layout: ColdLayout) -> Index:
+    def _index(self, key: str, layout: ColdLayout, batch: Batch | None = None) -> Index:
         with self._lock:
             known = self._indexes.get(key)
             if known is not None:
                 self._indexes.move_to_end(key)
                 return known
         index = cold.parse_index(layout, self.objects.get_range(key, 0, layout.index_bytes))
+        if batch is not None:
+            batch.fetched.append(("cold", layout.index_bytes))
         with self._lock:
             self._indexes[key] = index
             while sum(kept.nbytes for kept in self._indexes.values()) > INDEX_BYTES and len(self._indexes) > 1:

@@ -12,6 +12,7 @@ import numpy as np
 from crc32c import crc32c
 
 from spool.errors import AbsentError, IntegrityError, ReleasedError, SpoolError
+from spool.formats.layers import stored_layers
 from spool.read.checks import Check, Part, total
 from spool.read.plan import Piece
 
@@ -35,6 +36,9 @@ class Batch:
 
     Args:
         verify: what is checked.
+
+    Attributes:
+        fetched: tier and bytes of each range that was read.
     """
 
     def __init__(self, verify: Verify) -> None:
@@ -43,6 +47,7 @@ class Batch:
         self.checks: list[Check] = []
         self.sources: dict[str, Source] = {}
         self.parts: dict[int, list[Part]] = {}
+        self.fetched: list[tuple[str, int]] = []
         self._verify = verify
         self._known: set[tuple[str, int, int]] = set()
 
@@ -57,6 +62,18 @@ class Batch:
             width = source.row_bytes
             check = -1 if self._verify == "never" else self._check(source, extent, n, key, base)
             self.pieces.append(Piece(key, (row - base) * width, n * width, width, number, to, check))
+
+    def asked_bytes(self) -> int:
+        """Return the stored bytes of the rows and layers that are wanted."""
+        return sum(self._asked(piece) for piece in self.pieces if piece.target >= 0)
+
+    def _asked(self, piece: Piece) -> int:
+        layers, source = self.targets[piece.target].layers, self.sources[piece.key]
+        if layers is None or not source.shape:
+            return piece.length
+        chosen = stored_layers(source.field, layers)
+        share: int = piece.length // source.shape[0] * (chosen.stop - chosen.start)
+        return share
 
     def _check(self, source: Source, extent: Extent, n: int, key: str, base: int) -> int:
         """Return the number of the check that the ``n`` asked rows make up alone, adding one where it is new; or -1."""

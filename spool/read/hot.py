@@ -65,12 +65,14 @@ class HotTier:
         try:
             if buffers is None:
                 with self.store.borrow(fetch.key, fetch.offset, fetch.length) as view:
+                    batch.fetched.append(("hot", fetch.length))
                     spread(fetch.pieces, fetch.offset, np.frombuffer(view, np.uint8), batch, self)
                 return
             self.store.read_into(fetch.key, fetch.offset, buffers)
         except AbsentError:
             absent += fetch.pieces
             return
+        batch.fetched.append(("hot", fetch.length))
         for piece in fetch.pieces:
             if piece.check >= 0:
                 note(piece, batch.targets[piece.target].slot(source, piece.row, piece.length), batch, self)

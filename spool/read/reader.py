@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from spool.errors import AbsentError, InputError
-from spool.model.fields import ROUTED_EXPERTS
+from spool.formats.shard import group_key, parse_group
+from spool.model.fields import ROUTED_EXPERTS, Schema
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
@@ -20,6 +21,8 @@ from spool.read.select import Range, Run, Tokens, cover, plain_range, token_rang
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from spool.model.refs import Ref
     from spool.read.tier import Tier
 
@@ -64,6 +67,7 @@ class Reader:
         out: Sequence[Out | None] | None = None,
         missing: Missing = "error",
         verify: Verify = "whole",
+        seen: Callable[[Batch], object] | None = None,
     ) -> list[Sample]:
         """Read exactly the rows asked for, each byte once, however many references share it.
 
@@ -80,6 +84,7 @@ class Reader:
             missing: ``error``, or the integer that stands for rows that were never sent (ragged: empty rows).
             verify: ``whole``: extents that are read whole are checked; ``always``: partial reads are widened to the
                 extent and checked too; ``never``.
+            seen: called with what was brought, once or twice.
 
         Returns:
             A sample for each reference: fresh, writable, C-contiguous arrays that share no memory.
@@ -101,19 +106,31 @@ class Reader:
         each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
         samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
         execute(call.batch, self._tiers, self._workers)
+        if seen is not None:
+            seen(call.batch)
         if call.late:
-            self._finish(call, verify)
+            self._finish(call, verify, seen)
         return samples
 
-    def _finish(self, call: _Call, verify: Verify) -> None:
+    def _finish(self, call: _Call, verify: Verify, seen: Callable[[Batch], object] | None) -> None:
         ragged = [column for column, *_ in call.late if isinstance(column, RaggedColumn)]
         if ragged:
             batch = Batch(verify)
             for column in ragged:
                 column.want_values(batch, call.target)
             execute(batch, self._tiers, self._workers)
+            if seen is not None:
+                seen(batch)
         for late, columns, name in call.late:
             columns[name] = late.finish()
+
+    def select(self, ref: Ref, name: str) -> Selection | None:
+        """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
+        return Lookup(self._streams, [ref]).select(ref, name, [(0, ref.n_tokens)], sparse=True)
+
+    def schema(self, stream: str) -> Schema:
+        """Return the fields of a stream."""
+        return parse_group(self._document(group_key(stream)))[0]
 
     def locate(
         self,

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import groupby, islice
+from operator import attrgetter
 
 import msgspec
 
-from spool.catalog import Catalog
+from spool.catalog import Catalog, PackRow
 from spool.config import Config
 from spool.errors import IntegrityError, SpoolError
 from spool.formats.manifest import PackEntry
@@ -20,10 +22,11 @@ from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
 from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
+from spool.observe import Evicted, Observer, Spilled, tell
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.collect import Collected
 from spool.spiller.evict import evict
-from spool.spiller.plan import ANY_PACK, Pressure, packs_to_spill, pressure
+from spool.spiller.plan import ANY_PACK, ROUND_PACKS, Pressure, packs_to_spill, pressure
 from spool.spiller.rollup import roll_up
 from spool.spiller.status import Damaged, Status, status_path
 from spool.spiller.upload import Uploader, all_of
@@ -63,6 +66,7 @@ class Spiller:
         own: returns the streams of this very process, which needs no spiller for itself.
         expire: ends idle sessions of dead writers.
         collect: deletes what retention lets go.
+        observer: told of what was spilled and evicted; None for nobody.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Spiller:
         own: Callable[[], Collection[str]],
         expire: Callable[[], object],
         collect: Callable[[], Collected],
+        observer: Observer | None = None,
     ) -> None:
         assert config.root is not None
         self._root = config.root
@@ -86,6 +91,7 @@ class Spiller:
         self._own = own
         self._expire = expire
         self._collect = collect
+        self._observer = observer
         self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="spool-spill-stream")
         self._status = Status(os.getpid(), 0.0)
@@ -132,6 +138,44 @@ class Spiller:
         if failures:
             raise failures[0]
         return busy
+
+    def once(self, progress: Callable[[int, int], object] | None = None) -> list[PackRow]:
+        """Bring over all packs that are sealed now, and do on the way what else is due.
+
+        Args:
+            progress: called with bytes done and bytes in all.
+
+        Returns:
+            What became of each; one that is damaged stays ``sealed``.
+
+        Raises:
+            SpoolError: a root failed; what was brought over is, and the rest can be done again.
+        """
+        self._feeder.catch_up()
+        self._keep_up()
+        plan = self.sealed()
+        if self._uploader is None or self._cold is None:
+            return []
+        total, done = sum(row.hot_bytes or 0 for row in plan), 0
+        for stream, rows in groupby(plan, key=attrgetter("stream")):
+            while part := list(islice(rows, ROUND_PACKS)):
+                self._upload(self._uploader, stream, [row.pack for row in part])
+                done += sum(row.hot_bytes or 0 for row in part)
+                if progress is not None:
+                    progress(done, total)
+        self._make_room()
+        self._say(error=None)
+        found = (self._catalog.packs.get(row.stream, row.pack) for row in plan)
+        return [row for row in found if row is not None]
+
+    def sealed(self) -> list[PackRow]:
+        """Return the packs that `once` would bring over, in that order."""
+        rows = {(row.stream, row.pack): row for row in self._catalog.packs.rows("sealed")}
+        requested = self._catalog.packs.seal_requests()
+        chosen = packs_to_spill(
+            rows.values(), when="sealed", requested=requested, pressed=False, round_packs=max(len(rows), 1)
+        )
+        return [rows[stream, pack] for stream, packs in chosen.items() for pack in packs]
 
     def backlog(self) -> dict[str, list[int]]:
         """Return the packs that are to be brought over now, by stream."""
@@ -242,6 +286,7 @@ class Spiller:
 
     def _upload(self, uploader: Uploader, stream: str, packs: list[int]) -> list[PackEntry]:
         """Bring packs of one stream over; in a thread of its own."""
+        started = time.monotonic()
         try:
             entries = uploader.upload(stream, packs)
         except IntegrityError as error:
@@ -250,6 +295,8 @@ class Spiller:
             log.error("pack %d of stream %s stays in the hot root: %s", packs[0], stream, error)
             self._damaged[stream, packs[0]] = Damaged(stream, packs[0], str(error)), time.monotonic()
             return []
+        seconds = time.monotonic() - started
+        tell(self._observer, Spilled(len(entries), sum(entry.stored_bytes for entry in entries), seconds))
         for entry in entries:
             self._damaged.pop((stream, entry.pack), None)
             self._catalog.packs.mark(
@@ -272,6 +319,8 @@ class Spiller:
         plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
+        if plan:
+            tell(self._observer, Evicted(len(plan), sum(item.n_bytes for item in plan)))
         self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))
         if wanted(self._root) and found.used - sum(item.n_bytes for item in plan) > found.low:
             self._seal_more()

@@ -21,7 +21,8 @@ Data = bytes | bytearray | memoryview
 
 Observer = Callable[[str, str, int, float], None]
 """Told of every request, failed tries included: kind (``get``, ``put``, ``head``, ``list``, ``delete``, ``multipart``),
-key, bytes of payload that were moved, seconds. Called from the store's threads, several at once; it must not raise."""
+key, bytes of payload that were moved, seconds; and with the kind ``retry`` before one is tried again. Called from the
+store's threads, several at once; it must not raise."""
 
 PIECE_BYTES = 16 << 20
 """Larger objects are put and read whole in pieces of this size, several at once."""

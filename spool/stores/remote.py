@@ -281,8 +281,11 @@ class RemoteStore:
         self, kind: str, what: str, key: str, call: Callable[[float], T], n_bytes: Callable[[T], int] | None = None
     ) -> T:
         """Return what ``call`` does in the end; every try is observed, with ``n_bytes`` of its result."""
+        tries = itertools.count()
 
         def attempt(timeout_s: float) -> T:
+            if next(tries):
+                self._observer("retry", key, 0, 0.0)
             began, moved = time.monotonic(), 0
             try:
                 result = call(timeout_s)

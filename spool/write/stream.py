@@ -180,6 +180,10 @@ class StreamWriter:
         """
         self.append({}, lambda _: payload)
 
+    def stored_bytes(self, runs: Runs) -> int:
+        """Return the bytes of the rows that an append wrote."""
+        return sum(run.n * self._row_bytes[name] for name, found in runs.items() for run in found)
+
     def roll_if_aged(self) -> None:
         """Seal the open pack in the background if it is older than ``pack_age_s`` and not empty; for a timer.
 

@@ -1,0 +1,63 @@
+"""``spool gc``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from spool.cli.output import Column, json_option, say, write_json_rows, write_rows
+from spool.cli.places import location_argument, open_spool
+from spool.cli.progress import Progress
+from spool.sizes import format_size
+
+_SHOWN = 3
+_COLUMNS = (
+    Column("stream", "STREAM"),
+    Column("pack", "PACK", "number"),
+    Column("n_bytes", "BYTES", "size"),
+    Column("go", "GOES"),
+    Column("why", "WHY"),
+    Column("held_by", "HELD BY"),
+    Column("sessions"),
+)
+
+
+@click.command("gc")
+@location_argument
+@click.option("--dry-run", is_flag=True, help="Only say what would go, and why the rest stays.")
+@json_option
+def command(location: str | None, dry_run: bool, as_json: bool) -> None:
+    """Delete the packs that retention lets go, in the hot and in the cold root.
+
+    A pack goes when all sessions in it are over: released, discarded, failed long ago; or by its age, where the option
+    ?retention= says so. Of a hot root its own packs are looked at; of a cold root all, by one process at a time. Each
+    sealed pack is listed with the reason, and with the sessions that hold it.
+
+    Objects leave the cold root when ?grace_s= is over: run it again, or leave it to a spiller.
+    """
+    with open_spool(location, readonly=dry_run) as sp, Progress("deleted") as progress:
+        decisions = sp.gc(dry_run=dry_run, progress=progress.update)
+    rows: list[dict[str, Any]] = [
+        {
+            "stream": item.stream,
+            "pack": item.pack,
+            "n_bytes": item.n_bytes,
+            "go": item.go,
+            "why": item.why,
+            "sessions": list(item.sessions),
+        }
+        for item in decisions
+    ]
+    if as_json:
+        write_json_rows(rows)
+        return
+    write_rows(({**row, "held_by": _few(row["sessions"])} for row in rows), _COLUMNS)
+    going = [item for item in decisions if item.go]
+    would = "would go" if dry_run else "went"
+    say(f"{len(going)} of {len(decisions)} packs {would}, {format_size(sum(item.n_bytes for item in going))}")
+
+
+def _few(sessions: list[str]) -> list[str]:
+    more = len(sessions) - _SHOWN
+    return [*sessions[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]

@@ -1,0 +1,1 @@
+"""Bridges to what others use. Each file imports its other side when it is used, never `spool` with it."""

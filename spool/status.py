@@ -1,0 +1,173 @@
+"""How a spool is doing: where its bytes are, what waits, and whether its spiller works."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from spool.catalog import Catalog, PackState
+from spool.config import Config
+from spool.logs.streams import is_live, measure, stream_names
+from spool.spiller import elect
+from spool.spiller.plan import HIGH, LOW
+from spool.spiller.status import read_status
+
+
+class PackTotal(Struct, frozen=True):
+    """Packs of one state.
+
+    Attributes:
+        n_packs: how many.
+        hot_bytes: what they take in the hot tier.
+        cold_bytes: what they take in the cold tier.
+    """
+
+    n_packs: int
+    hot_bytes: int
+    cold_bytes: int
+
+
+class Backlog(Struct, frozen=True):
+    """Sealed packs that are not in the cold root yet.
+
+    Attributes:
+        n_packs: how many.
+        n_bytes: what they take in the hot tier.
+        oldest_at: when the oldest was sealed, seconds since the epoch; None where there is none.
+    """
+
+    n_packs: int
+    n_bytes: int
+    oldest_at: float | None
+
+
+class HotTier(Struct, frozen=True):
+    """The room of a hot root.
+
+    Attributes:
+        used_bytes: what its streams take on disk.
+        reserved_bytes: what writers have reserved, which is what the limit is about; None where there is no limit.
+        limit_bytes: ``hot_bytes``; None where there is no limit.
+        high_bytes, low_bytes: above the first packs are evicted until below the second.
+    """
+
+    used_bytes: int
+    reserved_bytes: int | None = None
+    limit_bytes: int | None = None
+    high_bytes: int | None = None
+    low_bytes: int | None = None
+
+
+class SpillerStatus(Struct, frozen=True):
+    """The last spiller of a hot root.
+
+    Attributes:
+        running: a process holds its lock at this moment.
+        pid: its process; None where none ever said anything.
+        at: when it last said something, seconds since the epoch.
+        n_spilled, spilled_bytes: packs that it brought over since it started, and their bytes in the cold root.
+        bytes_per_s: of them while it was uploading.
+        n_evicted, n_deleted: packs that it took out of the hot root.
+        damaged: packs that are not as they were recorded and stay where they are, in words.
+        error: why its last round failed; None where it did not.
+    """
+
+    running: bool
+    pid: int | None = None
+    at: float | None = None
+    n_spilled: int = 0
+    spilled_bytes: int = 0
+    bytes_per_s: float = 0.0
+    n_evicted: int = 0
+    n_deleted: int = 0
+    damaged: tuple[str, ...] = ()
+    error: str | None = None
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """What `Spool.status` returns.
+
+    Attributes:
+        root: the hot root, or the URL of the cold one where that was opened.
+        spill: URL of the cold root; None where there is none.
+        id: of the spool.
+        packs: by state: ``open``, ``sealed``, ``spilled`` (in both tiers), ``evicted`` (in the cold one only; those
+            of other nodes are), ``gone``.
+        backlog: what is still to be brought over; of a spool without cold root nothing.
+        hot: the room of the hot root; None where there is none here.
+        n_live: writers of the hot root that live.
+        seal_requests: packs that publishers wait for: the last one by stream.
+        spiller: None where there is no hot root here.
+    """
+
+    root: str
+    spill: str | None
+    id: str
+    packs: dict[PackState, PackTotal]
+    backlog: Backlog
+    hot: HotTier | None = None
+    n_live: int = 0
+    seal_requests: dict[str, int] = {}
+    spiller: SpillerStatus | None = None
+
+
+def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
+    """Return how a spool is doing; the catalog has caught up.
+
+    Raises:
+        StorageError: the root or the catalog cannot be read.
+    """
+    root = config.root
+    streams = [] if root is None else stream_names(root)
+    used = 0 if root is None else sum(measure(root, name) for name in streams)
+    return Status(
+        root=config.url if root is None else root,
+        spill=config.spill,
+        id=spool_id,
+        packs=_packs(catalog, used),
+        backlog=_backlog(config, catalog),
+        hot=None if root is None else _hot(config, catalog, used),
+        n_live=0 if root is None else sum(is_live(root, name) for name in streams),
+        seal_requests={} if root is None else catalog.packs.seal_requests(),
+        spiller=None if root is None else _spiller(root),
+    )
+
+
+def _packs(catalog: Catalog, used: int) -> dict[PackState, PackTotal]:
+    found = catalog.packs.hot_totals()
+    known = sum(hot for state, (_, hot, _) in found.items() if state in ("sealed", "spilled"))
+    totals: dict[PackState, PackTotal] = {}
+    for state, (n_packs, hot, stored) in found.items():
+        here = {"open": max(used - known, 0), "evicted": 0, "gone": 0}.get(state, hot)
+        totals[state] = PackTotal(n_packs, here, 0 if state == "gone" else stored)
+    return totals
+
+
+def _backlog(config: Config, catalog: Catalog) -> Backlog:
+    rows = list(catalog.packs.rows("sealed")) if config.root is not None and config.spill is not None else []
+    times = [row.sealed_at for row in rows if row.sealed_at is not None]
+    return Backlog(len(rows), sum(row.hot_bytes or 0 for row in rows), min(times, default=None))
+
+
+def _hot(config: Config, catalog: Catalog, used: int) -> HotTier:
+    limit = config.hot_bytes
+    if limit is None:
+        return HotTier(used)
+    return HotTier(used, sum(catalog.usage().values()), limit, int(HIGH * limit), int(LOW * limit))
+
+
+def _spiller(root: str) -> SpillerStatus:
+    running, said = elect.is_running(root), read_status(root)
+    if said is None:
+        return SpillerStatus(running)
+    return SpillerStatus(
+        running,
+        said.pid,
+        said.at,
+        said.n_spilled,
+        said.spilled_bytes,
+        said.bytes_per_s,
+        said.n_evicted,
+        said.n_deleted,
+        tuple(map(str, said.damaged)),
+        said.error,
+    )
