@@ -54,6 +54,7 @@ from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
 from spool.spiller.loop import Spiller
 from spool.spiller.rollup import roll_up
+from spool.spiller.status import Status as SpillerStatus
 from spool.spiller.status import read_status
 from spool.status import Status
 from spool.stores.hot import HotStore
