@@ -251,11 +251,13 @@ class Spool:
             ReleasedError: some of it was deleted.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publisher().publish(_references(refs), timeout_s)
+        many = _references(refs)
+        self._publisher().publish(many, arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+        many = _references(refs)
+        await self._publisher().publish_async(many, arguments.seconds("timeout_s", timeout_s), self._on_thread)
 
     def _publisher(self) -> Publisher:
         if self._feeds.cold is None:
@@ -567,6 +569,15 @@ class Spool:
         if self.config.root is None:
             raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
         return self.config.root
+
+    def backlog(self) -> dict[str, list[int]]:
+        """Return the sealed packs that are not in the cold root yet and are to go there now, by stream."""
+        self._feeds.catch_up()
+        spiller = self._spiller()
+        try:
+            return spiller.backlog()
+        finally:
+            spiller.close()
 
     def _spiller(self) -> Spiller:
         return Spiller(

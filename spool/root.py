@@ -62,7 +62,7 @@ def find(config: Config, *, create: bool) -> Place:
         ConfigError: the file system cannot hold a hot root, or hot and cold root do not belong together.
         StorageError: a root cannot be reached or written.
     """
-    hot = read_identity(config.root) if config.root is not None else None
+    hot = read_identity(config.root) if config.root is not None and os.path.isdir(config.root) else None
     if hot is not None and hot.tier == "cold":
         config = msgspec.structs.replace(config, root=None, spill=f"file://{quote(str(config.root))}")
     elif hot is not None and config.spill is None:
@@ -147,6 +147,10 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
         ConfigError: the file system cannot hold a hot root, or the two roots belong to different spools.
         StorageError: one cannot be written.
     """
+    try:
+        os.makedirs(os.path.join(root, "streams"), exist_ok=True)
+    except OSError as error:
+        raise map_os_error(error, what="make a spool at", path=root) from error
     check_hot_root(root)
     known = read_identity(root)
     if known is not None and (cold is None or known.spill == cold.url):

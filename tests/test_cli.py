@@ -26,7 +26,7 @@ READING = {
     "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
     "show": ("show", "plain"), "verify": ("verify", "--deep"),
 }  # fmt: skip
-CHANGING = {"demo", "import", "rebuild", "recover"}
+CHANGING = {"demo", "import", "rebuild", "recover", "spill"}
 
 
 def at(args, location):
@@ -131,7 +131,12 @@ def test_the_location_is_an_argument_or_in_the_environment(some):
 def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
-    args = {"import": ("import", cli_reference.PATH), "rebuild": ("rebuild",), "recover": ("recover",)}
+    args = {
+        "import": ("import", cli_reference.PATH),
+        "rebuild": ("rebuild",),
+        "recover": ("recover",),
+        "spill": ("spill",),
+    }
     args = args.get(verb) or READING[verb]
     done = run(*args, code=3 if verb in ("cat", "locate", "show") else 2)
     assert "SPOOL_URI is not set" in done.err
@@ -145,7 +150,7 @@ def test_a_location_without_a_spool_is_not_found_and_not_made(verb, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/run", "https://x/y", "file://host/y", "file:///x?nonsense=1"])
+@pytest.mark.parametrize("uri", ["file://host/y", "file:///x?nonsense=1"])
 def test_other_locations_are_refused(uri):
     assert "input" in run("ls", uri, code=2).err or "config" in run("ls", uri, code=2).err
     assert run("show", uri, "plain", code=2).out == b""

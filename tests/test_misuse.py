@@ -331,6 +331,10 @@ CALLS = {
     "discard": lambda sp, s, ref, session_id: sp.discard(session_id),
     "discard_async": lambda sp, s, ref, session_id: asyncio.run(sp.discard_async(session_id)),
     "release": lambda sp, s, ref, refs=(), tag=None: sp.release(refs, tag),
+    "publish": lambda sp, s, ref, refs=(), timeout_s=0.1: sp.publish(refs, timeout_s=timeout_s),
+    "publish_async": lambda sp, s, ref, refs=(), timeout_s=0.1: asyncio.run(
+        sp.publish_async(refs, timeout_s=timeout_s)
+    ),
     "checkpointed": lambda sp, s, ref, tag: sp.checkpointed(tag),
     "sessions": lambda sp, s, ref, **odd: list(sp.sessions(**odd)),
     "segments": lambda sp, s, ref, **odd: list(sp.segments(**odd)),
@@ -374,7 +378,7 @@ ARGUMENTS = {
     "verify": "progress", "open": "uri fields", "append": STEP.removeprefix("response_token_ids "),
     "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
     "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
-    "ref_from_json": "text", "models": "name",
+    "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 
 
@@ -413,7 +417,18 @@ def test_an_argument_of_the_wrong_type_is_refused_by_a_typed_error_and_changes_n
 def test_every_public_verb_is_swept():
     verbs = {f"{kind}{name}" for kind, cls in (("", spool.Spool), ("Session.", spool.Session)) for name in vars(cls)}
     swept = CALLS.keys() | {f"Session.{name}" for name in CALLS}
-    without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle"}  # nothing, or a flag, to pass
+    without = {
+        "close",
+        "flush",
+        "info",
+        "usage",
+        "rebuild",
+        "recover",
+        "expire_idle",
+        "gc",
+        "backlog",
+        "spill",
+    }  # nothing, or a flag, to pass
     inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "on_thread",
               "suspend", "transaction"}  # fmt: skip
     left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without
