@@ -6,9 +6,10 @@ import os
 import secrets
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 
 from spool.catalog import Catalog, PackState
 from spool.errors import NotFoundError
@@ -21,8 +22,8 @@ from spool.model.events import Event
 from spool.stores.objects import Objects
 
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
-PAGE = 64
-"""Objects that are taken in by one transaction."""
+PAGE = 16
+"""Objects that are taken in by one transaction; as many more are fetched meanwhile."""
 FETCHES = 8
 """Of those, how many are fetched at a time."""
 
@@ -117,8 +118,9 @@ class ColdFeeder:
         there = [found.key for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)]
         seen = self._catalog.packs.seen()
         new = [key for key in there if key not in seen]
-        for start in range(0, len(new), PAGE):
-            if not self._take_in(new[start : start + PAGE]):
+        # nobody else waits for an index in memory: it is filled in one go, which is faster
+        with self._catalog.bulk() if self._catalog.in_memory else nullcontext():
+            if not all(self._take_in(keys, found) for keys, found in self._pages(new)):
                 return False
         for key in gone:
             pack = parse_gone_key(key)
@@ -133,10 +135,20 @@ class ColdFeeder:
         self._catalog.packs.unsee(lost)
         return True
 
-    def _take_in(self, keys: Sequence[str]) -> bool:
+    def _pages(self, keys: Sequence[str]) -> Iterator[tuple[Sequence[str], list[Future[bytes]]]]:
+        """Yield keys page by page with their objects, while those of the next page are fetched."""
+        pages = [keys[start : start + PAGE] for start in range(0, len(keys), PAGE)]
+        coming: deque[list[Future[bytes]]] = deque()
+        for page, after in zip(pages, [*pages[1:], ()], strict=True):
+            if not coming:
+                coming.append([self._threads.submit(self.objects.get, key) for key in page])
+            coming.append([self._threads.submit(self.objects.get, key) for key in after])
+            yield page, coming.popleft()
+
+    def _take_in(self, keys: Sequence[str], objects: Sequence[Future[bytes]]) -> bool:
         """Take in objects; return False where one is no longer there."""
         try:
-            found = list(self._threads.map(self.objects.get, keys))
+            found = [data.result() for data in objects]
         except NotFoundError:
             return False
         with self._catalog.bulk():

@@ -22,7 +22,7 @@ GAP_BYTES = 1 << 20
 """A request is cheaper than more unwanted bytes than these."""
 FETCH_BYTES = 8 << 20
 """Most bytes of a request, and most that its rows take when they are decoded."""
-SHARE_BYTES = 2 << 20
+SHARE_BYTES = 4 << 20
 """A request is not made smaller than this only to have more of them under way."""
 
 
