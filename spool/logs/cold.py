@@ -6,7 +6,7 @@ import os
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -138,12 +138,13 @@ class ColdFeeder:
     def _pages(self, keys: Sequence[str]) -> Iterator[tuple[Sequence[str], list[Future[bytes]]]]:
         """Yield keys page by page with their objects, while those of the next page are fetched."""
         pages = [keys[start : start + PAGE] for start in range(0, len(keys), PAGE)]
-        coming: deque[list[Future[bytes]]] = deque()
-        for page, after in zip(pages, [*pages[1:], ()], strict=True):
-            if not coming:
-                coming.append([self._threads.submit(self.objects.get, key) for key in page])
-            coming.append([self._threads.submit(self.objects.get, key) for key in after])
-            yield page, coming.popleft()
+        coming = [self._fetch(page) for page in pages[:1]]
+        for number, page in enumerate(pages, 1):
+            coming += [self._fetch(after) for after in pages[number : number + 1]]
+            yield page, coming.pop(0)
+
+    def _fetch(self, keys: Sequence[str]) -> list[Future[bytes]]:
+        return [self._threads.submit(self.objects.get, key) for key in keys]
 
     def _take_in(self, keys: Sequence[str], objects: Sequence[Future[bytes]]) -> bool:
         """Take in objects; return False where one is no longer there."""
