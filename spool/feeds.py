@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from spool.catalog import Place
@@ -10,11 +11,16 @@ from spool.errors import StorageError
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
 from spool.model.events import Single
+from spool.stores.retry import hurried
 
 log = logging.getLogger("spool.logs")
 
 FRESH_S = 1.0
 """Looks at the cold root that are closer together are left out where what was seen last will do."""
+PATIENCE_S = 5.0
+"""How long an answer about what a hot root has waits for a cold one that does not answer."""
+AGAIN_S = 15.0
+"""After that it is not asked for so long."""
 
 
 class Feeds:
@@ -30,6 +36,7 @@ class Feeds:
         self.hot = hot
         self.cold = cold
         self._local = local
+        self._ask_again_at = 0.0
 
     def catch_up(self, *, fresh: bool = False) -> list[Problem]:
         """Take in what is new.
@@ -38,19 +45,43 @@ class Feeds:
             fresh: look at the cold root even if that was done just now.
 
         Returns:
-            What of the hot root cannot be taken in.
+            What cannot be taken in.
 
         Raises:
-            StorageError: a root cannot be read. Where there is a hot root, an unreachable cold one is only logged.
+            StorageError: a root cannot be read. Where there is a hot root, an unreachable cold one is only logged, once
+                and after `PATIENCE_S`.
         """
         problems = self.hot.catch_up()
-        if self.cold is not None:
-            try:
-                self.cold.catch_up(after_s=0.0 if fresh else FRESH_S)
-            except StorageError as error:
-                if not self._local:
-                    raise
+        if self.cold is None:
+            return problems
+        after_s = 0.0 if fresh else FRESH_S
+        if not self._local:
+            return [*problems, *self.cold.catch_up(after_s=after_s)]
+        if time.monotonic() >= self._ask_again_at:
+            self._look_at_cold(self.cold, after_s)
+        return [*problems, *self.cold.problems()]
+
+    def _look_at_cold(self, cold: ColdFeeder, after_s: float) -> None:
+        try:
+            with hurried(PATIENCE_S):
+                cold.catch_up(after_s=after_s)
+            self._ask_again_at = 0.0
+        except StorageError as error:
+            if not self._ask_again_at:
                 log.warning("what other nodes published lately is not listed: %s", error)
+            self._ask_again_at = time.monotonic() + AGAIN_S
+
+    def rebuild(self) -> list[Problem]:
+        """Empty the index and feed it from the first event on; return what cannot be taken in.
+
+        Raises:
+            StorageError: a root cannot be read. The old index is still there, or what the hot root has of it.
+        """
+        if not self._local and self.cold is not None:
+            return self.cold.rebuild()
+        problems = self.hot.rebuild()
+        if self.cold is not None:
+            problems = [*problems, *self.cold.catch_up()]
         return problems
 
     def read_events(self, places: Sequence[Place]) -> list[Single]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
-from spool.errors import ConfigError, LockedError, NotFoundError, SessionStateError, SpoolError
+from spool.errors import (
+    CapacityError,
+    ConfigError,
+    IntegrityError,
+    LockedError,
+    NotFoundError,
+    ReleasedError,
+    SessionStateError,
+    SpoolError,
+)
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
@@ -19,13 +30,15 @@ from spool.logs.streams import is_live
 from spool.model.events import Event, SessionOpened, StepCommitted
 from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
-from spool.record import Recorded, SuspendToken
+from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
+
+log = logging.getLogger("spool")
 
 ENDED_KEPT = 4096
 """Sessions that ended here and that the index, at most 50 ms late, may not have yet."""
@@ -38,7 +51,7 @@ class Recorder:
         spool_id: identity of the spool.
         roots: where the spool is; hints in references.
         append_timeout_s: how long an append waits for room.
-        known_tools: (stream, key) of the tool schemas that this process stored.
+        known_tools: the tool schemas that this process stored in its streams' latest packs.
     """
 
     def __init__(
@@ -73,19 +86,25 @@ class Recorder:
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
-        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
+        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes, self._config.root)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
-        self.known_tools: set[tuple[str, str]] = set()
+        self.known_tools = KnownTools()
+        self._unended: set[str] = set()
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
         if self._pid != os.getpid():
             self._reset()
-        self._check_open()
+        self.check_open()
         return self._lock
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse what is asked of a spool that was closed.
+
+        Raises:
+            SessionStateError: it was.
+        """
         if self._closed:
             raise SessionStateError(f"the spool at {self._config.url} was closed; open it again")
 
@@ -95,7 +114,7 @@ class Recorder:
         """Return the live session of that id, or make it; a ``fresh`` id was drawn here and is recorded nowhere."""
         with self._own():
             live = self._sessions.get(opened.session_id)
-            if live is not None:
+            if live is not None and not live.is_refused:
                 live.check_same(opened)
                 return live
             if opened.idle_s is not None:
@@ -116,6 +135,11 @@ class Recorder:
             live = self._sessions[opened.session_id] = Session(self, opened, token)
         return live
 
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """The live sessions of this process, to look at."""
+        return self._sessions if self._pid == os.getpid() else {}
+
     def live(self, session_id: str) -> Session | None:
         """Return the live session of that id, or None."""
         with self._own():
@@ -131,8 +155,9 @@ class Recorder:
 
     def _do_upkeep(self) -> None:
         writers = list(self._writers.values())
-        if self._keeper is not None and self._config.spill is not None and writers:
-            self._keeper.keep_running()
+        if self._keeper is not None and writers:
+            if self._config.spill is not None:
+                self._keeper.keep_running()
             self._keeper.serve(writers)
         for writer in writers:
             writer.roll_if_aged()
@@ -148,6 +173,11 @@ class Recorder:
                 (live or self.start(SessionOpened(session_id=session_id, at=time.time()))).finalize(outcome="timeout")
             except LockedError:
                 self.forget(session_id)
+            except (IntegrityError, ReleasedError, NotFoundError) as error:  # the others shall end all the same
+                self.forget(session_id)
+                if session_id not in self._unended:
+                    log.warning("the idle session %r cannot be ended: %s", session_id, error)
+                    self._unended.add(session_id)
             else:
                 ended.append(session_id)
         return ended
@@ -167,7 +197,7 @@ class Recorder:
         """
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
-        if not located and token is not None:  # it may come from another node
+        if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(fresh=True)
             located = self._catalog.session_events(session_id)
         if not located:
@@ -264,7 +294,7 @@ class Recorder:
             return writer
 
     def _make_writer(self, schema: Schema) -> StreamWriter:
-        self._check_open()
+        self.check_open()
         if self._readonly:
             raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
         if self._config.root is None:
@@ -274,7 +304,7 @@ class Recorder:
             )
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
-        if self._config.spill is not None:
+        if self._config.spill is not None or self._config.hot_bytes is not None:
             self._upkeep.watch(self._config.publish_interval_s)
         if self._timer is None:
             self._timer = FeedTimer(self._feeder, self.stream_names)
@@ -286,14 +316,28 @@ class Recorder:
             pack_age_s=self._config.pack_age_s,
             direct=self._config.direct,
             on_commit=self._timer.notify,
+            spool_id=self.spool_id,
         )
+
+    def press(self, error: CapacityError, waited_s: float) -> None:
+        """Have room made for what was refused with ``error``; what fails of it is left to the next try.
+
+        The spiller hears of it, and the packs that are open here are sealed: they may hold the room themselves.
+        """
+        if self._keeper is None:
+            return
+        with suppress(SpoolError, OSError):
+            self._keeper.press(error, waited_s)
+        for writer in list(self._writers.values()):
+            with suppress(SpoolError):
+                writer.roll()
 
     def stream_names(self) -> list[str]:
         """Return the names of this process's streams."""
         return [writer.name for writer in list(self._writers.values())]
 
-    def record(self, event: Event) -> None:
-        """Commit an event that brings no payload, in any stream of this process; without a hot root, in a fact file.
+    def record(self, *events: Event) -> None:
+        """Commit events that bring no payload, in any stream of this process; without a hot root, all in one fact file.
 
         Raises:
             CapacityError: there is no room now.
@@ -301,10 +345,11 @@ class Recorder:
         """
         self._own()
         if self._config.root is None and self._feeds.cold is not None and not self._readonly:
-            self._feeds.cold.write_facts([event])
+            self._feeds.cold.write_facts(events)
             return
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
-        writer.commit(encode_event(event))
+        for event in events:
+            writer.commit(encode_event(event))
 
     def executor(self) -> Executor:
         """Return the threads of the async twins, made on first use."""

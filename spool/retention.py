@@ -15,7 +15,7 @@ the data that the facts are about.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -95,7 +95,12 @@ def _is_over(end: SessionEnd, now: float, failed_keep_s: float) -> bool:
 
 
 def decide(
-    uses: Sequence[PackUse], sessions: Mapping[str, SessionEnd], policy: Policy, *, now: float
+    uses: Sequence[PackUse],
+    sessions: Mapping[str, SessionEnd],
+    policy: Policy,
+    *,
+    now: float,
+    mine: Callable[[str], bool] = lambda _: True,
 ) -> list[Decision]:
     """Decide for every pack; to be carried out in the order returned: data first, then late facts, the oldest first.
 
@@ -104,8 +109,10 @@ def decide(
         sessions: how far each session is, by id.
         policy: what may be deleted.
         now: seconds since the epoch.
+        mine: whether a stream's packs are the caller's to delete; the others are taken to stay, so that a session that
+            has some there is withdrawn before its ending is deleted here.
     """
-    plan = _Plan(uses, sessions, policy, now)
+    plan = _Plan(uses, sessions, policy, now, mine)
     data = sorted((use for use in uses if use.data), key=_age_order)
     facts = sorted((use for use in uses if not use.data), key=_age_order)
     held = [(use, *plan.data(use)) for use in data]
@@ -127,8 +134,15 @@ class _Plan:
         left: packs of data that each session has, less those that go.
     """
 
-    def __init__(self, uses: Sequence[PackUse], sessions: Mapping[str, SessionEnd], policy: Policy, now: float) -> None:
-        self._sessions, self._policy, self._now = sessions, policy, now
+    def __init__(
+        self,
+        uses: Sequence[PackUse],
+        sessions: Mapping[str, SessionEnd],
+        policy: Policy,
+        now: float,
+        mine: Callable[[str], bool],
+    ) -> None:
+        self._sessions, self._policy, self._now, self._mine = sessions, policy, now, mine
         self._over = over(sessions, now=now, failed_keep_s=policy.failed_keep_s)
         self._ended: set[str] = set()
         self.left = Counter(session_id for use in uses for session_id in use.data)
@@ -180,6 +194,8 @@ class _Plan:
     def _fixed(self, use: PackUse) -> str | None:
         if not self._policy.released and self._policy.age_s is None:
             return "the policy keeps everything"
+        if not self._mine(use.row.stream):
+            return "it is another node's to delete"
         if use.row.state == "open":
             return "it is open"
         return None if use.row.known else "its events are not known"

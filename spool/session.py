@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ from spool.model.events import (
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
+    Single,
     StepCommitted,
     StepDiscarded,
     ToolsStored,
@@ -30,14 +31,14 @@ from spool.model.events import (
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
-from spool.record import Host, Record, SuspendToken, check_same
+from spool.record import Host, Record, StoredTools, SuspendToken, check_same
 from spool.rollout.messages import extend
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.transaction import Held, TransactionBlock, held_by_task
 
 if TYPE_CHECKING:
-    pass
+    from spool.write.stream import StreamWriter
 
 T = TypeVar("T")
 
@@ -127,10 +128,10 @@ class Session:
         return await self._with_room_async(lambda: self._append(step))
 
     def _with_room(self, call: Callable[[], T]) -> T:
-        return with_room(self._host.append_timeout_s, call)
+        return with_room(self._host, call)
 
     async def _with_room_async(self, call: Callable[[], T]) -> T:
-        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call))
+        return await with_room_async(self._host, self.on_thread, call)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` on one of Spool's threads, in the context of the calling task."""
@@ -146,8 +147,12 @@ class Session:
             check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
-            signature = b"" if step.step_id is None else intake.signature(step.finish_reason)
-            known = None if step.step_id is None else state.find(step.step_id, held)
+            metadata, parent = json_facts(step.metadata, what), self._own_step(step.parent)
+            signature, known = b"", None
+            if step.step_id is not None:
+                named = state.find(parent, held) if isinstance(parent, str) else None
+                signature = intake.signature(step.finish_reason, parent if named is None else named.index, metadata)
+                known = state.find(step.step_id, held)
             if known is not None:
                 if known.signature != signature:
                     raise StepConflictError(
@@ -159,7 +164,7 @@ class Session:
                 intake.prompt,
                 intake.response,
                 given={field: source.given for field, source in intake.sources.items()},
-                parent=self._own_step(step.parent),
+                parent=parent,
                 units=intake.units,
                 step_id=step.step_id,
                 transaction=held,
@@ -173,7 +178,7 @@ class Session:
                 finish_reason=step.finish_reason,
                 signature=signature,
                 inherited_messages=tail.inherited,
-                metadata=json_facts(step.metadata, what),
+                metadata=metadata,
             )
             with self._recording():
                 index = self._store(state, draft, held, what)
@@ -187,18 +192,23 @@ class Session:
             source = draft.intake.sources[field]
             check_ragged(source, writer.layout, what)
             rows.update(source.rows(ranges))
-        tools = self._tools(draft.intake, writer.name)
+        tools = _tools(draft.intake)
         committed: list[StepCommitted] = []
+        stored: list[StoredTools] = []
 
         def event(runs: Runs) -> bytes | None:
             committed[:] = [draft.event(runs, writer.name)]
-            return encode_event(together(tools, committed[0])) if held is None else None
+            if held is not None:
+                return None
+            stored[:] = self._missing_tools(filter(None, [tools]), writer)
+            return encode_event(together(tools if stored else None, committed[0]))
 
         writer.append(rows, event)
-        if held is not None:
-            held.events.extend(filter(None, (tools, committed[0])))
-        elif tools is not None:
-            self._host.known_tools.add((writer.name, tools.key))
+        if held is None:
+            self._host.known_tools.update(stored)
+        else:
+            known = tools in held.events
+            held.events.extend(filter(None, (None if known else tools, committed[0])))
         state.commit(committed[0], transaction=held)
         return committed[0].index
 
@@ -209,12 +219,10 @@ class Session:
             raise InputError(f"step {step.id} is of another session than {self.session_id!r}", step=step.id)
         return step.index
 
-    def _tools(self, intake: Intake, stream: str) -> ToolsStored | None:
-        """Return the event that stores the step's tool schemas, unless this stream has them."""
-        if not intake.tools:
-            return None
-        key = content_key(intake.tools)
-        return None if (stream, key) in self._host.known_tools else ToolsStored(key, intake.tools)
+    def _missing_tools(self, tools: Iterable[ToolsStored], writer: StreamWriter) -> list[StoredTools]:
+        """Return which of these tool schemas the open pack does not have: a pack that goes takes no other's along."""
+        places = [StoredTools(writer.name, writer.position.pack, item.key) for item in tools]
+        return [place for place in places if place not in self._host.known_tools]
 
     def _check_inline(self, inline: Sequence[str]) -> None:
         known = sorted(spec.name for spec in self._record.opened.fields)
@@ -267,7 +275,8 @@ class Session:
                 reference says what was cut.
 
         Raises:
-            NotFoundError: ``inline`` names a field that the session does not have; it is not finalised.
+            NotFoundError: ``inline`` names a field that the session or a segment does not have; it is not finalised.
+            GapError: rows of a field in ``inline`` were never sent; it is not finalised.
             SessionStateError: it is discarded, suspended, or finalised in another way.
             CapacityError: no room within ``append_timeout_s``.
         """
@@ -292,12 +301,14 @@ class Session:
                 self._check_no_transaction("finalised")
                 self._check_inline(inline)
                 made = segments(state, view, outcome=outcome, **options)
+                refs = self._host.inline(made, inline) if inline else made
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():
                     self._record.commit(final)
                     state.finalize(final)
                 self._host.forget(self.session_id)
-            elif (final.view, final.outcome, final.options) != (view, outcome, options):
+                return refs
+            if (final.view, final.outcome, final.options) != (view, outcome, options):
                 raise SessionStateError(
                     f"session {self.session_id!r} is finalised as {final.view}, {final.outcome}, {final.options}; "
                     "use view() for other segments of it",
@@ -442,9 +453,21 @@ class Session:
             self._check_whole(state, held)
             with self._recording():
                 if held.events:
-                    self._record.commit(Transaction(tuple(held.events)))
+                    self._commit_together(held.events)
                 state.settle(held)
                 held.over = True
+
+    def _commit_together(self, events: Sequence[Single]) -> None:
+        writer, stored = self._record.writer(), list[StoredTools]()
+
+        def event(_: Runs) -> bytes:
+            stored[:] = self._missing_tools((item for item in events if isinstance(item, ToolsStored)), writer)
+            keys = {place.key for place in stored}
+            kept = (item for item in events if not isinstance(item, ToolsStored) or item.key in keys)
+            return encode_event(Transaction(tuple(kept)))
+
+        writer.append({}, event)
+        self._host.known_tools.update(stored)
 
     def _drop(self, held: Held) -> None:
         """Take out of the state what a transaction holds that was not committed, where it is in there."""
@@ -494,6 +517,26 @@ class Session:
         """It was found to be this process's; not so where another process records it, or nothing was asked yet."""
         return self._record.is_loaded
 
+    @property
+    def is_refused(self) -> bool:
+        """It cannot go on as it was asked to; another one of its id may."""
+        return self._record.refusal is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Its opening is written, by this process or by an owner before."""
+        return self._record.n_openings > 0
+
+    def is_pending(self, index: int) -> bool:
+        """Whether a step belongs to an open transaction here; waits for nothing."""
+        state = self._record.loaded
+        return state is not None and state.is_pending(index)
+
+    def known_step(self, index: int) -> StepCommitted | None:
+        """Return a step that this process knows, or None; waits for nothing."""
+        state = self._record.loaded
+        return None if state is None else state.steps.get(index)
+
     def check_same(self, wanted: SessionOpened) -> None:
         """Refuse to be taken for a session that was to have other fields, rules or identity.
 
@@ -508,6 +551,11 @@ class Session:
         state = self._record.state()
         state.check_open()
         return state
+
+
+def _tools(intake: Intake) -> ToolsStored | None:
+    """Return the event that stores a step's tool schemas."""
+    return ToolsStored(content_key(intake.tools), intake.tools) if intake.tools else None
 
 
 def _outcome_of(kind: type[BaseException]) -> Outcome:

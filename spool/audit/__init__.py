@@ -1,7 +1,8 @@
 """What is on disk against what was recorded: `verify`, and where the bytes are: `usage`."""
 
+from spool.audit.cold import ColdPacks
 from spool.audit.report import Finding, Report
 from spool.audit.usage import usage
 from spool.audit.verify import Recorded, verify
 
-__all__ = ["Finding", "Recorded", "Report", "usage", "verify"]
+__all__ = ["ColdPacks", "Finding", "Recorded", "Report", "usage", "verify"]

@@ -21,7 +21,13 @@ Ends = Mapping[str, Mapping[int, int]]
 
 
 def check_metadata(
-    streams: Streams, name: str, ends: Ends, findings: Findings, *, skip: Collection[str] = ()
+    streams: Streams,
+    name: str,
+    ends: Ends,
+    findings: Findings,
+    *,
+    skip: Collection[str] = (),
+    elsewhere: Collection[int] = (),
 ) -> set[int]:
     """Check what a stream's documents and the indexes of its sealed shards say.
 
@@ -31,9 +37,10 @@ def check_metadata(
         ends: rows of the stream that must be there.
         findings: takes what is wrong.
         skip: paths of shards known to be damaged.
+        elsewhere: packs that are no longer in the hot root: the documents list them still, as they did others.
 
     Returns:
-        The packs that the documents call sealed.
+        The packs in the hot root that the documents call sealed.
     """
     stream, store = streams.get(name), streams.store
     if isinstance(stream, SpoolError):
@@ -52,13 +59,15 @@ def check_metadata(
         except SpoolError as error:
             findings.add(Finding(**where, text=str(error), file=store.path(key)))  # type: ignore[arg-type]
             continue
-        packs |= {first // stream.layout.shard_rows[array.name] for first, count in valid if count}
+        shard_rows = stream.layout.shard_rows[array.name]
+        here = [pair for pair in valid if pair[0] // shard_rows not in elsewhere]
+        packs |= {first // shard_rows for first, count in here if count}
         named = {pack: n for pack, n in ends.get(array.name, {}).items() if pack in sealed}
         if not _is_right(stream, array, data, valid, named):
             text = "it does not say what the stream's schema, its layout and the steps say: the bytes were altered"
             findings.add(Finding(**where, text=text, file=store.path(key)))  # type: ignore[arg-type]
             continue
-        for path, rows in _without_index(store, stream, array, valid):
+        for path, rows in _without_index(store, stream, array, here):
             if path not in skip:
                 text = (
                     "the index of the shard is missing or altered: its rows are there, but Zarr readers do not open it"

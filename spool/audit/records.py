@@ -13,12 +13,18 @@ from spool.formats import records
 from spool.formats.frames import decode_event
 from spool.logs import Problem
 from spool.logs.events import map_file
+from spool.logs.packs import has_left
 from spool.logs.streams import is_live, log_path, records_path
 from spool.write.log import read_log
 
 
 def known_problem(root: str, problem: Problem) -> Finding:
     """Return what the index could not take in as a finding."""
+    if problem.file is not None:
+        text = problem.message.removeprefix(f"{problem.file}: ")
+        return Finding(
+            kind="integrity", text=text, stream=problem.stream, field="records", file=problem.file, tier="cold"
+        )
     log, sealed = log_path(root, problem.stream, problem.pack), records_path(root, problem.stream, problem.pack)
     return Finding(
         kind="unfinished" if problem.kind == "torn" else "integrity",
@@ -55,7 +61,7 @@ def check_records(
             text = _check(log, sealed, state, live=is_live(root, stream), deep=deep, told=pack in told)
         except (SpoolError, OSError) as error:
             text = str(error)
-        if text is not None:
+        if text is not None and not has_left(root, stream, pack):
             findings.add(Finding(kind="integrity", text=text, stream=stream, field="records", file=file))
 
 

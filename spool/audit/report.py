@@ -30,6 +30,7 @@ class Finding(Struct, frozen=True, kw_only=True):
         file: the file.
         n_steps: recorded steps that name those rows.
         steps: ids of the first `MAX_STEPS` of them.
+        tier: where it is; ``file`` is a URL where that is ``cold``.
     """
 
     kind: Kind
@@ -40,6 +41,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     file: str | None = None
     n_steps: int = 0
     steps: tuple[str, ...] = ()
+    tier: Literal["hot", "cold"] = "hot"
 
 
 class Report(Struct, frozen=True):

@@ -8,16 +8,19 @@ from typing import NamedTuple
 import crc32c
 import numpy as np
 
+from spool.audit.cold import ColdPacks, Pack, split
 from spool.audit.extents import Whole, named_rows
 from spool.audit.metadata import check_metadata
 from spool.audit.records import check_records, known_problem
 from spool.audit.report import Finding, Findings, Report
 from spool.audit.streams import Stream, Streams, group_key
-from spool.catalog import LogState
+from spool.catalog import LogState, PackState
 from spool.errors import SpoolError
 from spool.formats import experts
 from spool.formats.values import Array
 from spool.logs import Problem
+from spool.logs.cold import is_fact_stream
+from spool.logs.packs import has_left
 from spool.model.events import Event
 from spool.model.fields import ROUTED_EXPERTS, ArraySpec, numpy_dtype
 from spool.stores.hot import HotStore
@@ -34,46 +37,132 @@ class Recorded(NamedTuple):
     Attributes:
         events: of all sessions.
         packs: how far the log of each (stream, pack) is known.
-        problems: what of the logs could not be taken in.
+        states: in which tier each pack is.
+        problems: what of the logs and manifests could not be taken in.
     """
 
     events: Iterable[Event]
-    packs: Mapping[tuple[str, int], LogState]
+    packs: Mapping[Pack, LogState]
+    states: Mapping[Pack, PackState]
     problems: Sequence[Problem]
 
 
-def verify(store: HotStore, recorded: Recorded, *, deep: bool = False, progress: Progress | None = None) -> Report:
-    """Compare the files of a root with what was recorded.
+def verify(
+    store: HotStore | None,
+    cold: ColdPacks | None,
+    recorded: Recorded,
+    *,
+    deep: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Compare what is in the roots with what was recorded; deleted packs are nobody's loss.
 
     Args:
-        store: reads the root.
+        store: reads the hot root; None where there is none.
+        cold: the packs of the cold root; None where there is none.
         recorded: what should be there. Take it before this call: a live writer goes on.
         deep: read everything again, check every checksum, and lint the routing.
         progress: called with bytes done and bytes in all where ``deep``.
     """
-    named = named_rows(recorded.events)
-    findings, streams = Findings(), Streams(store)
+    named, findings = named_rows(recorded.events), Findings()
     for problem in recorded.problems:
-        findings.add(known_problem(store.root, problem))
+        findings.add(known_problem("" if store is None else store.root, problem))
+    tiers = _Tiers(Streams(store) if store is not None else None, cold, recorded.states)
+    hot, there = split(named.extents, tiers.pack_of, tiers.is_hot)
+    n_packs = n_extents = n_bytes = 0
+    if store is not None:
+        chosen = {whole: named.extents[whole] for whole in hot}
+        n_packs, n_extents, n_bytes = _verify_hot(store, tiers, chosen, recorded, findings, deep, progress)
+    if cold is not None:
+        cold.check(there, named.extents, findings, deep=deep)
+        n_packs += len([pack for pack in cold.entries if tiers.is_hot(pack) is False])
+        wholes = [whole for rows in there.values() for runs in rows.values() for whole in runs]
+        n_extents, n_bytes = n_extents + len(wholes), n_bytes + sum(map(tiers.n_bytes, wholes))
+    return Report(deep, named.n_sessions, n_packs, n_extents, n_bytes, findings.all())
+
+
+class _Tiers:
+    """Where packs are, and how their streams lie."""
+
+    def __init__(self, streams: Streams | None, cold: ColdPacks | None, states: Mapping[Pack, PackState]) -> None:
+        self.streams = streams
+        self._cold = cold
+        self._states = states
+        self._here = frozenset(() if streams is None else streams.names())
+
+    def pack_of(self, whole: Whole) -> Pack | None:
+        """Return the pack that an extent lies in; None where its stream does not say."""
+        layout = self._layout(whole)
+        return None if layout is None else (whole.stream, whole.row // layout[0])
+
+    def n_bytes(self, whole: Whole) -> int:
+        """Return the bytes of an extent."""
+        layout = self._layout(whole)
+        return 0 if layout is None else whole.n * layout[1]
+
+    def _layout(self, whole: Whole) -> tuple[int, int] | None:
+        """Return the rows of a pack and the bytes of a row."""
+        if self.streams is not None and (whole.stream in self._here or self._cold is None):
+            stream = self.streams.get(whole.stream)
+            if isinstance(stream, SpoolError) or whole.array not in stream.arrays:
+                return None
+            return stream.layout.shard_rows[whole.array], stream.arrays[whole.array].row_bytes
+        assert self._cold is not None
+        found = self._cold.stream(whole.stream)
+        if isinstance(found, SpoolError) or whole.array not in found.layouts:
+            return None
+        return found.layouts[whole.array].shard_rows, found.layouts[whole.array].spec.row_bytes
+
+    def is_hot(self, pack: Pack) -> bool | None:
+        """Whether a pack is to be in the hot root; None where it was deleted."""
+        state = self._states.get(pack)
+        if state == "gone":
+            return None
+        return pack[0] in self._here and (state != "evicted" or self._cold is None)
+
+    def is_known_hot(self, pack: Pack) -> bool:
+        """Whether records are to be in the hot root; where it is all there is, those of lost streams too."""
+        lost = self._cold is None and pack[0] not in self._here and not is_fact_stream(pack[0])
+        return self.is_hot(pack) is True or (lost and self._states.get(pack) != "gone")
+
+    def elsewhere(self, stream: str) -> set[int]:
+        """Return the packs of a stream that are no longer in the hot root."""
+        return {pack for (name, pack), state in self._states.items() if name == stream and state in ("evicted", "gone")}
+
+
+def _verify_hot(
+    store: HotStore,
+    tiers: _Tiers,
+    extents: Mapping[Whole, Sequence[str]],
+    recorded: Recorded,
+    findings: Findings,
+    deep: bool,
+    progress: Progress | None,
+) -> tuple[int, int, int]:
+    """Check what is to be in the hot root; return how many packs, extents and bytes that are."""
+    streams = tiers.streams
+    assert streams is not None
     rows = _Rows(streams, findings, deep=deep)
-    places = sorted(filter(None, map(rows.place, named.extents)), key=lambda place: place.whole)
+    places = sorted(filter(None, map(rows.place, extents)), key=lambda place: place.whole)
     total, done = sum(place.length for place in places), 0
     for place in places:
-        rows.check(place, named.extents[place.whole])
+        rows.check(place, extents[place.whole])
         done += place.length
         if progress is not None and deep:
             progress(done, total)
-    for whole, steps in sorted(named.extents.items()):
+    for whole, steps in sorted(extents.items()):
         rows.check_named(whole, steps)
     n_packs, ends = 0, _ends(places)
-    for name in sorted({*streams.names(), *(stream for stream, _ in recorded.packs)}):
-        packs = check_metadata(streams, name, ends.get(name, {}), findings, skip=rows.files)
-        packs |= {pack for stream, pack in recorded.packs if stream == name}
-        states = {pack: recorded.packs.get((name, pack), LogState()) for pack in sorted(packs)}
+    known = {pack for pack in recorded.packs if tiers.is_known_hot(pack)}
+    for name in sorted({*streams.names(), *(stream for stream, _ in known)}):
+        away = tiers.elsewhere(name)
+        packs = check_metadata(streams, name, ends.get(name, {}), findings, skip=rows.files, elsewhere=away)
+        packs |= {pack for stream, pack in known if stream == name}
+        states = {pack: recorded.packs.get((name, pack), LogState()) for pack in sorted(packs - away)}
         told = {problem.pack for problem in recorded.problems if problem.stream == name}
         check_records(store.root, name, states, findings, deep=deep, told=told)
         n_packs += len(states)
-    return Report(deep, named.n_sessions, n_packs, len(places), total, findings.all())
+    return n_packs, len(places), total
 
 
 class _Place(NamedTuple):
@@ -140,6 +229,8 @@ class _Rows:
     def check(self, place: _Place, steps: Sequence[str]) -> None:
         """Check that the rows are there, and what they are."""
         size, end = self._size(place.key), place.start + place.length
+        if size == 0 and self._has_moved(place):
+            return
         if size == 0:
             self._report(place, "the file is missing", steps)
         elif size < end:
@@ -149,6 +240,11 @@ class _Rows:
                 self._check_bytes(place, steps)
             except SpoolError as error:
                 self._report(place, str(error), steps)
+
+    def _has_moved(self, place: _Place) -> bool:
+        """Whether the pack left the hot root after it was known to be there."""
+        pack = place.whole.row // place.stream.layout.shard_rows[place.array.name]
+        return has_left(self._store.root, place.stream.name, pack)
 
     def _size(self, key: str) -> int:
         if key not in self._sizes:

@@ -9,6 +9,7 @@ import click
 
 from spool.cli.output import Column, json_option, write_rows
 from spool.cli.places import location_argument, open_spool
+from spool.spiller.elect import settle_in
 
 _COLUMNS = (Column("stream", "STREAM"), Column("pack", "PACK", "count"))
 
@@ -29,6 +30,7 @@ def command(
             found = [{"stream": stream, "pack": pack} for stream, packs in sp.backlog().items() for pack in packs]
             write_rows(found, _COLUMNS, as_json=as_json)
             return
+        settle_in(beside=lock_fd is not None)
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())

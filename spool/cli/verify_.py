@@ -16,7 +16,7 @@ from spool.cli.progress import Progress
 if TYPE_CHECKING:
     from spool.audit import Finding
 
-_COLUMNS = tuple(map(Column, ("kind", "stream", "field", "rows", "file", "n_steps", "steps", "text")))
+_COLUMNS = tuple(map(Column, ("kind", "stream", "field", "rows", "file", "n_steps", "steps", "text", "tier")))
 
 
 @click.command("verify")

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
 
-from spool.catalog import Catalog, PackState
-from spool.errors import NotFoundError
+from spool.catalog import Catalog
+from spool.errors import IntegrityError, NotFoundError
 from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_group
-from spool.logs.packs import parse_tombstone
+from spool.logs.feeder import Pack, Problem
+from spool.logs.packs import GoneMark, parse_tombstone
 from spool.model.events import Event
-from spool.stores.objects import Objects
+from spool.stores.objects import ObjectInfo, Objects
+
+log = logging.getLogger("spool.logs")
 
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
-PAGE = 16
-"""Objects that are taken in by one transaction; as many more are fetched meanwhile."""
+PAGE = 64
+"""Objects that are taken in by one transaction."""
 FETCHES = 8
 """Of those, how many are fetched at a time."""
 
+_LISTINGS = 8
 _KEPT_BYTES = 64 << 20
 _FACT_STREAM = "facts-"
 
@@ -52,6 +58,24 @@ def manifest_key(entry: PackEntry) -> str:
     return f"{MANIFESTS}{int(entry.sealed_at * 1000):013d}-{entry.stream}-{entry.pack}.parquet"
 
 
+def is_rollup(key: str) -> bool:
+    """Whether a manifest's key is that of a roll-up."""
+    return key.removeprefix(MANIFESTS).partition("-")[2].startswith("rollup-")
+
+
+def parse_manifest_key(key: str) -> tuple[str, int]:
+    """Return the pack that a manifest's key names; of a roll-up or fact file its name, and 0."""
+    name = key.partition("/")[2].removesuffix(".parquet").partition("-")[2]
+    stream, _, number = name.rpartition("-")
+    return (stream, int(number)) if number.isdecimal() and not is_rollup(key) else (name, 0)
+
+
+def time_of(key: str) -> float | None:
+    """Return the time in the key of a manifest or fact file, seconds since the epoch; None where it has none."""
+    text = key.partition("/")[2].partition("-")[0]
+    return int(text) / 1000 if text.isdecimal() else None
+
+
 def fact_stream(key: str) -> str:
     """Return the name under which the catalog files the events of a fact file."""
     return _FACT_STREAM + key.removeprefix(FACTS).removesuffix(".parquet")
@@ -67,6 +91,14 @@ def is_fact_stream(stream: str) -> bool:
     return stream.startswith(_FACT_STREAM)
 
 
+class _Read(NamedTuple):
+    """An object that was read: a manifest's packs, or the events of a fact file."""
+
+    info: ObjectInfo
+    packs: list[tuple[PackEntry, list[bytes]]]
+    facts: list[bytes]
+
+
 class ColdFeeder:
     """Feeds the catalog from a cold root; safe from many threads and after a fork.
 
@@ -75,10 +107,12 @@ class ColdFeeder:
     Args:
         objects: the cold root.
         catalog: what is fed.
-        is_local: whether a stream is in a hot root of the same catalog, whose files say what is evicted.
+        is_local: whether a hot root of the same catalog has files of a pack, which say in what tiers it is.
     """
 
-    def __init__(self, objects: Objects, catalog: Catalog, is_local: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self, objects: Objects, catalog: Catalog, is_local: Callable[[str, int], bool] = lambda *_: False
+    ) -> None:
         self.objects = objects
         self._catalog = catalog
         self._is_local = is_local
@@ -87,10 +121,14 @@ class ColdFeeder:
     def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._records_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="spool-manifests")
         self._layouts: dict[str, Mapping[str, int]] = {}
         self._looked_at = 0.0
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._packs_in: dict[str, tuple[Pack, ...]] = {}
+        self._done: dict[Pack, GoneMark] = {}
+        self._damaged: dict[str, tuple[ObjectInfo, Problem]] = {}
 
     def _own(self) -> threading.RLock:
         if self._pid != os.getpid():
@@ -99,80 +137,191 @@ class ColdFeeder:
 
     # -- feeding -----------------------------------------------------------------------------------------------------
 
-    def catch_up(self, *, after_s: float = 0.0) -> None:
+    def catch_up(self, *, after_s: float = 0.0) -> list[Problem]:
         """Take in what is new in the cold root, unless that was done less than ``after_s`` ago.
+
+        Returns:
+            The objects that are damaged; all others are taken in.
 
         Raises:
             StorageError: the cold root cannot be reached.
-            IntegrityError: an object is damaged.
         """
         with self._own():
-            if after_s and time.monotonic() - self._looked_at < after_s:
-                return
-            while not self._look():
-                pass  # an object went between listing and reading: it was rolled up, so list again
-            self._looked_at = time.monotonic()
+            if not after_s or time.monotonic() - self._looked_at >= after_s:
+                for _ in range(_LISTINGS):
+                    if self._look():
+                        break  # else an object went between listing and reading: it was rolled up, so list again
+                self._looked_at = time.monotonic()
+            return self.problems()
+
+    def problems(self) -> list[Problem]:
+        """Return what was found damaged the last time; it waits for nobody who looks just now."""
+        return [problem for _, problem in list(self._damaged.values())]
+
+    def rebuild(self) -> list[Problem]:
+        """Empty an index that has no other source, and feed it anew.
+
+        Raises:
+            StorageError: the cold root cannot be reached; the old index is still there.
+        """
+        with self._own(), self._catalog.rebuilding():
+            self._damaged.clear()
+            return self.catch_up()
 
     def _look(self) -> bool:
-        gone = [found.key for found in self.objects.list(GONE)]
-        there = [found.key for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)]
+        # what is known is asked for first: another process may take in an object that is put after the listing
         seen = self._catalog.packs.seen()
-        new = [key for key in there if key not in seen]
-        # nobody else waits for an index in memory: it is filled in one go, which is faster
-        with self._catalog.bulk() if self._catalog.in_memory else nullcontext():
-            if not all(self._take_in(keys, found) for keys, found in self._pages(new)):
-                return False
-        for key in gone:
-            pack = parse_gone_key(key)
-            if pack is not None and key not in seen:
-                told = parse_tombstone(self.objects.get(key), key)
-                self._catalog.forget(*pack, at=told.at, reason=told.reason)
-                self._catalog.packs.saw([key])
-        lost = seen.difference(there, gone)
-        for key in lost:
-            if key.startswith(FACTS):
-                self._catalog.forget(fact_stream(key), 0)
-        self._catalog.packs.unsee(lost)
-        return True
+        gone = {found.key: found for found in self.objects.list(GONE)}
+        there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
+        self._forget_buried([key for key in gone if key not in seen])
+        for key in self._damaged.keys() - there.keys():
+            del self._damaged[key]
+        new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
+        whole = True
+        for start in range(0, len(new), PAGE):
+            whole &= self._take_in(new[start : start + PAGE])
+        self._forget_lost(seen.difference(there, gone))
+        return whole
 
-    def _pages(self, keys: Sequence[str]) -> Iterator[tuple[Sequence[str], list[Future[bytes]]]]:
-        """Yield keys page by page with their objects, while those of the next page are fetched."""
-        pages = [keys[start : start + PAGE] for start in range(0, len(keys), PAGE)]
-        coming = [self._fetch(page) for page in pages[:1]]
-        for number, page in enumerate(pages, 1):
-            coming += [self._fetch(after) for after in pages[number : number + 1]]
-            yield page, coming.pop(0)
+    def _is_damaged(self, found: ObjectInfo) -> bool:
+        known = self._damaged.get(found.key)
+        return known is not None and known[0] == found
 
-    def _fetch(self, keys: Sequence[str]) -> list[Future[bytes]]:
-        return [self._threads.submit(self.objects.get, key) for key in keys]
+    def _forget_buried(self, keys: Sequence[str]) -> None:
+        """Take out what deleted packs fed; before manifests are read, which may still list them."""
+        for start in range(0, len(keys), PAGE):
+            page = keys[start : start + PAGE]
+            told = list(self._threads.map(self._tombstone, page))
+            with self._catalog.bulk():
+                for key, mark in zip(page, told, strict=True):
+                    pack = parse_gone_key(key)
+                    if pack is not None and mark is not None:
+                        self._catalog.forget(*pack, at=mark.at, reason=mark.reason)
+                self._catalog.packs.saw(page)
 
-    def _take_in(self, keys: Sequence[str], objects: Sequence[Future[bytes]]) -> bool:
-        """Take in objects; return False where one is no longer there."""
+    def _tombstone(self, key: str) -> GoneMark | None:
+        """Return what a tombstone says; None where there is none. A torn one says all the same that the pack goes."""
+        data = self._get(key)
         try:
-            found = [data.result() for data in objects]
+            return None if data is None else parse_tombstone(data, key)
+        except IntegrityError as error:
+            log.warning("%s", error)
+            return GoneMark()
+
+    def _forget_lost(self, keys: Collection[str]) -> None:
+        for key in keys:
+            self._packs_in.pop(key, None)
+            if key.startswith(FACTS):
+                self._catalog.forget(fact_stream(key), 0, at=time.time(), reason="its file is no longer there")
+        if keys:
+            self._catalog.packs.unsee(keys)
+
+    def _get(self, key: str) -> bytes | None:
+        try:
+            return self.objects.get(key)
         except NotFoundError:
-            return False
+            return None
+
+    def _take_in(self, found: Sequence[ObjectInfo]) -> bool:
+        """Take in objects, but for damaged ones; return False where one is no longer there."""
+        contents = list(self._threads.map(lambda info: self._get(info.key), found))
+        read = [item for info, data in zip(found, contents, strict=True) if data is not None
+                for item in self._decode(info, data)]  # fmt: skip
         with self._catalog.bulk():
-            for key, data in zip(keys, found, strict=True):
-                if key.startswith(FACTS):
-                    self._catalog.ingest_pack(fact_stream(key), 0, manifest.decode_facts(data))
-                    continue
-                for entry, events in manifest.decode(data):
-                    self._take_in_pack(entry, events)
-            self._catalog.packs.saw(keys)
-        return True
+            for item in read:
+                try:
+                    self._store(item)
+                except IntegrityError as error:
+                    self._report(item.info, error)
+                else:
+                    self._damaged.pop(item.info.key, None)
+                    self._catalog.packs.saw([item.info.key])
+        return None not in contents
+
+    def _decode(self, info: ObjectInfo, data: bytes) -> Iterator[_Read]:
+        """Yield what is in an object; nothing of a damaged one. Before the transaction, as others wait for that."""
+        try:
+            if info.key.startswith(FACTS):
+                yield _Read(info, [], manifest.decode_facts(data))
+                return
+            packs = manifest.decode(data)
+            for entry, _ in packs:
+                self.shard_rows(entry.stream)
+        except IntegrityError as error:
+            self._report(info, error)
+            return
+        if is_rollup(info.key):
+            self._packs_in[info.key] = tuple((entry.stream, entry.pack) for entry, _ in packs)
+        yield _Read(info, packs, [])
+
+    def _report(self, info: ObjectInfo, error: IntegrityError) -> None:
+        where = f"{self.objects.url}/{info.key}"
+        stream, pack = parse_manifest_key(info.key)
+        self._damaged[info.key] = info, Problem(stream, pack, "damaged", f"{where}: {error}", file=where)
+        log.warning("%s: %s", where, error)
+
+    def _store(self, read: _Read) -> None:
+        if read.info.key.startswith(FACTS):
+            self._take_in_facts(read.info.key, read.facts, read.info.size)
+        for entry, events in read.packs:
+            self._take_in_pack(entry, events)
+
+    def _take_in_facts(self, key: str, payloads: Sequence[bytes], n_bytes: int) -> None:
+        name = fact_stream(key)
+        if self._catalog.ingest_pack(name, 0, payloads, shard_rows=self.shard_rows):
+            self._catalog.packs.mark(name, 0, "evicted", stored_bytes=n_bytes, sealed_at=time_of(key))
 
     def _take_in_pack(self, entry: PackEntry, events: Sequence[bytes]) -> None:
         self._catalog.ingest_pack(entry.stream, entry.pack, events, shard_rows=self.shard_rows)
-        state: PackState = "spilled" if self._is_local(entry.stream) else "evicted"
-        self._catalog.packs.mark(
-            entry.stream,
-            entry.pack,
-            state,
-            hot_bytes=entry.hot_bytes,
-            stored_bytes=entry.stored_bytes,
-            sealed_at=entry.sealed_at,
-        )
+        if not self._is_local(entry.stream, entry.pack):
+            self._catalog.packs.mark(
+                entry.stream,
+                entry.pack,
+                "evicted",
+                hot_bytes=0,
+                stored_bytes=entry.stored_bytes,
+                sealed_at=entry.sealed_at,
+            )
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    def tombstones(self) -> dict[Pack, GoneMark]:
+        """Return what is said of each deleted pack; of one that is done with it is read once.
+
+        Raises:
+            StorageError: the cold root cannot be reached.
+        """
+        with self._own():
+            packs = {found.key: pack for found in self.objects.list(GONE) if (pack := parse_gone_key(found.key))}
+            waiting = [key for key, pack in packs.items() if pack not in self._done]
+            told = dict(zip(waiting, self._threads.map(self._tombstone, waiting), strict=True))
+            marks = {packs[key]: mark for key, mark in told.items() if mark is not None}
+            self._done.update({pack: mark for pack, mark in marks.items() if mark.done})
+            there = set(packs.values())
+            return {**{pack: mark for pack, mark in self._done.items() if pack in there}, **marks}
+
+    def packs_in(self, key: str) -> tuple[Pack, ...] | None:
+        """Return the packs that a roll-up lists; None where it is damaged or no longer there."""
+        with self._own():
+            known = self._packs_in.get(key)
+            if known is None and (data := self._get(key)) is not None:
+                with suppress(IntegrityError):
+                    known = tuple((entry.stream, entry.pack) for entry, _ in manifest.decode(data))
+                    self._packs_in[key] = known
+            return known
+
+    def entries(self) -> dict[Pack, PackEntry]:
+        """Return what all manifests say of their packs, read anew; damaged ones are left out.
+
+        Raises:
+            StorageError: the cold root cannot be reached.
+        """
+        entries: dict[Pack, PackEntry] = {}
+        with self._own():
+            for data in self._threads.map(self._get, [found.key for found in self.objects.list(MANIFESTS)]):
+                with suppress(IntegrityError):
+                    entries.update({(entry.stream, entry.pack): entry for entry, _ in manifest.decode(data or b"")})
+        return entries
 
     def shard_rows(self, stream: str) -> Mapping[str, int] | None:
         """Return R of each array of a stream, or None where the cold root does not know the stream.
@@ -198,9 +347,11 @@ class ColdFeeder:
         """
         key = f"{FACTS}{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(16)}.parquet"
         payloads = [encode_event(event) for event in events]
-        self.objects.put(key, manifest.encode_facts(payloads))
-        self._catalog.ingest_pack(fact_stream(key), 0, payloads)
-        self._catalog.packs.saw([key])
+        data = manifest.encode_facts(payloads)
+        self.objects.put(key, data)
+        with self._catalog.bulk():
+            self._take_in_facts(key, payloads, len(data))
+            self._catalog.packs.saw([key])
 
     # -- reading records ---------------------------------------------------------------------------------------------
 
@@ -211,13 +362,14 @@ class ColdFeeder:
             NotFoundError: it is not there.
             StorageError: the cold root cannot be reached.
         """
-        with self._own():
+        self._own()
+        with self._records_lock:
             known = self._records.get((stream, pack))
             if known is not None:
                 self._records.move_to_end((stream, pack))
                 return known
         data = self.objects.get(records_key(stream, pack))
-        with self._own():
+        with self._records_lock:
             self._records[stream, pack] = data
             while sum(map(len, self._records.values())) > _KEPT_BYTES and len(self._records) > 1:
                 self._records.popitem(last=False)

@@ -58,12 +58,14 @@ class Problem(Struct, frozen=True):
             event, before others or in a sealed pack; ``short``: fewer events than were there before; ``evicted``: its
             events are in the cold root, and could not be read there.
         message: what is wrong and what to do.
+        file: the object that it is about, where that is none of the hot root's files.
     """
 
     stream: str
     pack: int
     kind: Kind
     message: str
+    file: str | None = None
 
 
 class _Known:
@@ -249,6 +251,10 @@ class LogFeeder:
         except FileNotFoundError:
             self._drop(name)
             return True
+        except SpoolError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            raise map_os_error(error, what="list", path=folder) from error
         if known.evicted and time.monotonic() >= known.retry_at:
             self._feed_evicted(name, known)
         there = [self._feed_log(name, pack, known) for pack in known.logs]

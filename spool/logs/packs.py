@@ -84,6 +84,18 @@ def list_packs(folder: str) -> Listing:
     return Listing(*found.values())
 
 
+def has_files(root: str, stream: str, pack: int) -> bool:
+    """Whether a stream's folder says anything of a pack: then it is what says in which tiers the pack is."""
+    folder = f"{root}/streams/{stream}/records/{pack}"
+    return any(os.path.exists(f"{folder}.{ending}") for ending in ("cold", "arrow", "log", "gone"))
+
+
+def has_left(root: str, stream: str, pack: int) -> bool:
+    """Whether a pack was evicted or deleted."""
+    folder = f"{root}/streams/{stream}/records/{pack}"
+    return not os.path.exists(f"{folder}.arrow") and any(map(os.path.exists, (f"{folder}.cold", f"{folder}.gone")))
+
+
 def read_cold(root: str, stream: str, pack: int) -> ColdMark:
     """Return what the marker of a spilled pack says; nothing where it cannot be read."""
     return _read(marker_path(root, stream, pack, "cold"), ColdMark) or ColdMark()

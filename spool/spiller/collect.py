@@ -6,9 +6,9 @@ Whoever is killed in between has decided all the same: the next collector goes o
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,14 +16,28 @@ from spool.catalog import Catalog
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
-from spool.logs.cold import GONE, MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, parse_gone_key
-from spool.logs.packs import GoneMark, parse_tombstone
+from spool.logs.cold import MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, is_rollup
+from spool.logs.packs import GoneMark, list_packs
+from spool.logs.streams import stream_names
+from spool.model.events import SessionDiscarded
 from spool.points import reach
 from spool.retention import Decision, Policy, decide
 from spool.spiller.evict import delete
 from spool.stores.objects import Objects
 
 Pack = tuple[str, int]
+
+
+class Collected(NamedTuple):
+    """What a collector did.
+
+    Attributes:
+        n_gone: packs that it deleted.
+        n_waiting: packs whose objects are still there for readers that began before.
+    """
+
+    n_gone: int
+    n_waiting: int
 
 
 class Collector:
@@ -35,7 +49,7 @@ class Collector:
         cold: the cold root; None where there is none.
         policy: what may be deleted.
         grace_s: how long readers may finish before objects go.
-        withdraw: records that a session is withdrawn.
+        withdraw: records that sessions are withdrawn; used where there is no cold root that could say so.
     """
 
     def __init__(
@@ -46,7 +60,7 @@ class Collector:
         policy: Policy,
         *,
         grace_s: float,
-        withdraw: Callable[[str], object],
+        withdraw: Callable[[Sequence[str]], object],
     ) -> None:
         self._root = root
         self._catalog = catalog
@@ -54,41 +68,74 @@ class Collector:
         self._policy = policy
         self._grace_s = grace_s
         self._withdraw = withdraw
+        self._streams = frozenset(() if root is None else stream_names(root))
 
     def plan(self) -> list[Decision]:
         """Return what would happen to each sealed pack that is this collector's to delete, in that order."""
         packs = self._catalog.packs
-        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=time.time())
+        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=time.time(), mine=self._is_mine)
         return [decision for decision in decisions if self._is_mine(decision.stream)]
 
-    def run(self, plan: Iterable[Decision]) -> int:
-        """Carry out a plan, and what earlier ones left; return how many packs went.
+    def run(self, plan: Iterable[Decision]) -> Collected:
+        """Carry out a plan, and what earlier ones left.
 
         Raises:
             SpoolError: a root failed; call it again.
         """
-        n_gone = 0
-        for decision in plan:
-            if decision.go:
-                for session_id in decision.ends:
-                    self._withdraw(session_id)
-                self._delete((decision.stream, decision.pack), GoneMark(time.time(), decision.why))
-                n_gone += 1
-        if self._cold is not None:
-            for _ in finish(self._cold.objects, grace_s=self._grace_s, mine=self._is_mine):
-                pass
-        return n_gone
+        going = [decision for decision in plan if decision.go]
+        self._record_ends(going)
+        for decision in going:
+            self._delete((decision.stream, decision.pack), GoneMark(time.time(), decision.why))
+        buried = self._cold.tombstones() if self._cold is not None else {}
+        if self._root is not None:
+            self._finish_hot(self._root, buried)
+        return Collected(len(going), 0 if self._cold is None else self._finish_cold(self._cold, buried))
+
+    def _record_ends(self, going: Sequence[Decision]) -> None:
+        """Say, where it stays, that sessions are over whose last word goes; once, however often they lose a pack."""
+        packs = {(decision.stream, decision.pack) for decision in going}
+        ends = dict.fromkeys(session_id for decision in going for session_id in decision.ends)
+        unsaid = [session_id for session_id in ends if not self._is_withdrawn(session_id, packs)]
+        if unsaid and self._cold is not None:
+            self._cold.write_facts([SessionDiscarded(session_id, time.time()) for session_id in unsaid])
+        elif unsaid:
+            self._withdraw(unsaid)
+
+    def _is_withdrawn(self, session_id: str, going: Collection[Pack]) -> bool:
+        located = self._catalog.session_events(session_id)
+        return any(
+            isinstance(item.event, SessionDiscarded) and (item.stream, item.pack) not in going for item in located
+        )
 
     def _delete(self, pack: Pack, gone: GoneMark) -> None:
         if self._cold is not None:
             bury(self._cold.objects, pack, gone)
-        if self._root is not None:
+        if self._root is not None and not is_fact_stream(pack[0]):
             delete(self._root, self._catalog, *pack, gone)
         else:
             self._catalog.forget(*pack, at=gone.at, reason=gone.reason)
 
+    def _finish_hot(self, root: str, buried: Mapping[Pack, GoneMark]) -> None:
+        """Complete what was broken off after a pack was marked as deleted, or buried from elsewhere."""
+        by_stream: dict[str, set[int]] = {}
+        for stream, pack in buried:
+            by_stream.setdefault(stream, set()).add(pack)
+        for stream in self._streams:
+            found = list_packs(f"{root}/streams/{stream}/records")
+            for pack in sorted((found.sealed | found.cold) & (found.gone | by_stream.get(stream, set()))):
+                delete(root, self._catalog, stream, pack, buried.get((stream, pack)) or GoneMark(time.time()))
+
+    def _finish_cold(self, cold: ColdFeeder, buried: Mapping[Pack, GoneMark]) -> int:
+        """Delete what was buried long enough ago; return how many packs wait for that."""
+        mine = {pack: gone for pack, gone in buried.items() if not gone.done and self._is_mine(pack[0])}
+        due = {pack: gone for pack, gone in mine.items() if time.time() - (gone.at or 0.0) >= self._grace_s}
+        for _ in finish(cold, due, buried):
+            pass
+        return len(mine) - len(due)
+
     def _is_mine(self, stream: str) -> bool:
-        return self._root is None or os.path.isdir(f"{self._root}/streams/{stream}")
+        """Whether this collector deletes a stream's packs; fact files belong to no node, so each one may."""
+        return self._root is None or stream in self._streams or (is_fact_stream(stream) and self._cold is not None)
 
 
 def bury(objects: Objects, pack: Pack, gone: GoneMark) -> None:
@@ -104,35 +151,39 @@ def bury(objects: Objects, pack: Pack, gone: GoneMark) -> None:
     reach("collect.tombstone")
 
 
-def finish(objects: Objects, *, grace_s: float, mine: Callable[[str], bool]) -> Iterator[Pack]:
-    """Delete the objects of packs that were buried longer than ``grace_s`` ago; yield those that are done.
+def finish(cold: ColdFeeder, due: Mapping[Pack, GoneMark], buried: Collection[Pack]) -> Iterator[Pack]:
+    """Delete the objects of buried packs; yield those that are done.
 
     Args:
-        objects: the cold root.
-        grace_s: how long readers may finish.
-        mine: whether a stream's packs are this collector's to delete.
+        cold: the cold root.
+        due: the packs, and what their tombstones say; no reader is at them any more.
+        buried: all that are deleted, these and others.
 
     Raises:
         StorageError: the cold root failed; call it again.
     """
-    due: dict[str, dict[int, GoneMark]] = {}
-    for found in objects.list(GONE):
-        pack = parse_gone_key(found.key)
-        if pack is None or not mine(pack[0]):
-            continue
-        gone = parse_tombstone(objects.get(found.key), found.key)
-        if not gone.done and time.time() - (gone.at or 0.0) >= grace_s:
-            due.setdefault(pack[0], {})[pack[1]] = gone
+    objects = cold.objects
+    by_stream: dict[str, list[int]] = {}
+    for stream, pack in due:
+        by_stream.setdefault(stream, []).append(pack)
     manifests = [found.key for found in objects.list(MANIFESTS)] if due else []
-    for stream, packs in due.items():
+    objects.delete(_empty_rollups(cold, manifests, set(buried)))
+    for stream, packs in by_stream.items():
         _take_out_of_documents(objects, stream, packs)
         for key in _objects_of(objects, stream, packs, manifests):
             objects.delete([key])
             reach("collect.object")
         reach("collect.objects")
-        for number, gone in packs.items():
-            objects.put(gone_key(stream, number), msgspec.json.encode(msgspec.structs.replace(gone, done=True)))
+        for number in packs:
+            gone = msgspec.structs.replace(due[stream, number], done=True)
+            objects.put(gone_key(stream, number), msgspec.json.encode(gone))
             yield stream, number
+
+
+def _empty_rollups(cold: ColdFeeder, manifests: Iterable[str], buried: set[Pack]) -> list[str]:
+    """Return the roll-ups of which every pack is deleted."""
+    rollups = ((key, cold.packs_in(key)) for key in manifests if is_rollup(key))
+    return [key for key, packs in rollups if packs and buried.issuperset(packs)]
 
 
 def _objects_of(objects: Objects, stream: str, packs: Iterable[int], manifests: Iterable[str]) -> Iterator[str]:

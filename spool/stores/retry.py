@@ -6,7 +6,9 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from spool.errors import SpoolError
@@ -17,6 +19,19 @@ T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
+
+
+_limit_s: ContextVar[float] = ContextVar("spool_limit_s", default=float("inf"))
+
+
+@contextmanager
+def hurried(limit_s: float) -> Iterator[None]:
+    """Give what this thread asks of a store inside the block at most ``limit_s`` a request."""
+    token = _limit_s.set(limit_s)
+    try:
+        yield
+    finally:
+        _limit_s.reset(token)
 
 
 class TransientError(Exception):
@@ -54,7 +69,7 @@ def persist(call: Callable[[float], T], *, what: str, deadline_s: float) -> T:
     Raises:
         SpoolError: it failed for good.
     """
-    began = time.monotonic()
+    began, deadline_s = time.monotonic(), min(deadline_s, _limit_s.get())
     for n_tries in itertools.count(1):
         try:
             # half of what is left: whatever hangs, there is time for another try

@@ -1,0 +1,207 @@
+"""Many nodes on one cold root: directories as nodes, a process each for whoever writes, reads and trains."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+import nodes
+import pytest
+from tiers import record, wait_for
+
+import spool
+from spool.model.refs import SegmentRef
+
+SESSIONS_A_WRITER = 3
+STEPS = 3
+
+
+@pytest.fixture(params=["s3", "file"])
+def cold(request, tmp_path):
+    """The URL of a cold root that does not exist yet."""
+    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
+
+
+def digests(location, refs):
+    """Return what another process reads at a location."""
+    return nodes.result(nodes.start("read", location_=location, refs=msgspec.json.encode(refs).decode()))
+
+
+def test_eight_writers_four_readers_and_a_trainer(cold, tmp_path):
+    roots = [tmp_path / f"node{number}" for number in range(4)]
+    uris = [nodes.location(root, cold, publish_interval_s=0.2) for root in roots]
+    names = {number: [f"g{number}-{k}" for k in range(SESSIONS_A_WRITER)] for number in range(8)}
+    writers = [nodes.start("write", uri=uris[number % 4], names=names[number]) for number in range(8)]
+    refs, acknowledged = [], {}
+    for writer in writers:
+        for line in nodes.result(writer):
+            if "segments" in line:
+                refs += msgspec.json.decode(line["segments"], type=list[SegmentRef])
+            else:
+                acknowledged[line["session"]] = line["steps"]
+    assert len(acknowledged) == 8 * SESSIONS_A_WRITER
+
+    def count(sp):
+        sessions = {row.session_id: row for row in sp.sessions()}
+        assert sessions.keys() == acknowledged.keys()
+        assert {name: [step.index for step in sp.steps(name)] for name in sessions} == acknowledged
+        assert sum(row.n_steps for row in sessions.values()) == 8 * SESSIONS_A_WRITER * STEPS
+        assert sorted(ref.id for ref in sp.segments()) == sorted(ref.id for ref in refs)
+
+    with spool.open(uris[0]) as own, spool.open(cold) as only_cold, spool.open(uris[3], readonly=True) as other:
+        for sp in (own, only_cold, other):
+            count(sp)
+        # the references of all nodes in one call
+        samples = only_cold.read(refs)
+        assert len({stream for ref in refs for runs in ref.extents.values() for stream in [runs[0].stream]}) >= 8
+        assert [len(sample["token_ids"]) for sample in samples] == [ref.n_tokens for ref in refs]
+    wanted = digests(cold, refs)
+    assert digests(f"file://{roots[0]}", refs) == wanted
+    assert digests(uris[2], refs) == wanted
+    shutil.rmtree(roots[1])
+    for location in (uris[0], cold):
+        assert digests(location, refs) == wanted
+
+    # a trainer without a hot root
+    with spool.open(cold) as trainer:
+        for name in acknowledged:
+            if name.endswith("-0"):
+                trainer.annotate(name, reward=1.0)
+        chosen = [ref for ref in refs if ref.session_id.endswith("-0")]
+        trainer.release(chosen, tag="ckpt-1")
+        assert {row.session_id for row in trainer.sessions("reward = 1.0")} == {ref.session_id for ref in chosen}
+        trainer.checkpointed("ckpt-1")
+        trainer.release([ref for ref in refs if ref not in chosen])
+    with spool.open(uris[2]) as sp:
+        count(sp)
+        assert len(list(sp.segments("released"))) == len(refs)
+        assert len(list(sp.segments("reward = 1.0"))) == len(chosen)
+
+    # each node collects its own; what the dead one left goes by hand
+    for number in (0, 2, 3):
+        with spool.open(nodes.location(roots[number], cold, retention="released", grace_s=0.001)) as sp:
+            sp.gc()
+            sp.gc()
+    with spool.open(f"{cold}?retention=released&grace_s=0.001") as operator:
+        left = {ref.session_id for ref in operator.segments()}
+        assert left == {name for number in (1, 5) for name in names[number]}
+        operator.gc()
+        operator.gc()
+        assert list(operator.sessions()) == []
+        for ref in refs:
+            with pytest.raises(spool.ReleasedError):
+                operator.read(ref)
+        assert operator._feeds.cold.objects.list("manifests/") == []
+        assert not [
+            o.key for o in operator._feeds.cold.objects.list("streams/") if "/c/" in o.key or "/records/" in o.key
+        ]
+
+
+def test_a_session_goes_on_at_another_node(cold, tmp_path):
+    a, b = (nodes.location(tmp_path / name, cold, publish_interval_s=0.1) for name in "ab")
+    (told,) = nodes.result(nodes.start("suspend", uri=a, session_id="moved"))
+    token, prompt = told["token"], told["prompt"]
+    with spool.open(b) as sp:
+        s = sp.resume(token)
+        n = len(prompt) + 4
+        import numpy as np
+
+        step = s.append(
+            prompt_token_ids=prompt, response_token_ids=[5, 6, 7, 8], logprobs=[0.5] * 4, weight_version="2",
+            routed_experts=np.arange((n - 1) * 6 * 4).reshape(n - 1, 6, 4) % 128,
+            messages=[{"role": "user", "content": "later"}],
+        )  # fmt: skip
+        assert step.index == 2
+        # A does not know of the ending yet: it keeps its packs whoever released what there is
+        with spool.open(nodes.location(tmp_path / "a", cold, retention="released", grace_s=0.001)) as at_a:
+            assert not any(item.go for item in at_a.gc(dry_run=True))
+            assert "moved" in {name for item in at_a.gc(dry_run=True) for name in item.sessions}
+        (segment,) = s.finalize(outcome="completed")
+        assert segment.version_span == ("1", "2")
+        assert len({run.stream for runs in segment.extents.values() for run in runs}) == 2
+        sp.publish(segment, timeout_s=120)
+        wanted = digests(b, [segment])
+        for location in (a, cold):
+            assert digests(location, [segment]) == wanted
+        with spool.open(cold) as there:
+            assert there.messages(segment) == sp.messages(segment)
+            there.release(segment)
+        with pytest.raises(spool.SessionStateError):
+            sp.resume(token).steps  # noqa: B018 - the state is looked at, and has gone on
+    # final at B, released in a fact file: now A's pack may go, and B's
+    for name in "ab":
+        with spool.open(nodes.location(tmp_path / name, cold, retention="released", grace_s=0.001)) as sp:
+            assert any(item.go for item in sp.gc(dry_run=True)), name
+            sp.gc()
+            sp.gc()
+    with spool.open(cold) as there:
+        assert list(there.sessions()) == []
+        with pytest.raises(spool.ReleasedError):
+            there.read(segment)
+
+
+def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
+    makers = [nodes.start("create", uri=nodes.location(tmp_path / f"node{number}", cold)) for number in range(4)]
+    for maker in makers:
+        assert maker.stdout.readline() == '"ready"\n'
+    for maker in makers:
+        maker.stdin.write("go\n")
+        maker.stdin.flush()
+    ids = {spool_id for maker in makers for spool_id in nodes.result(maker)}
+    assert len(ids) == 1
+    with spool.open(cold, readonly=True) as sp:
+        assert {sp.spool_id} == ids
+
+
+def test_a_cold_root_that_is_copied_keeps_its_id_and_reads(cold, tmp_path):
+    with spool.open(nodes.location(tmp_path / "a", cold, publish_interval_s=0.1)) as sp:
+        refs = record(sp, "one")
+        sp.publish(refs, timeout_s=120)
+        spool_id = sp.spool_id
+    moved = f"{cold}-moved"
+    with spool.open(cold) as old:
+        source = old._feeds.cold.objects
+        target = spool.root.open_cold(old.config, moved)
+        for found in source.list(""):
+            target.put(found.key, source.get(found.key))
+    wanted = digests(cold, refs)
+    with spool.open(cold) as old:
+        source.delete([found.key for found in old._feeds.cold.objects.list("")])
+    shutil.rmtree(tmp_path / "a")
+    with spool.open(moved) as sp:
+        assert sp.spool_id == spool_id
+        assert [row.session_id for row in sp.sessions()] == ["one"]
+    assert digests(moved, refs) == wanted
+
+
+def test_two_spools_are_not_joined(cold, tmp_path):
+    alone, pair = tmp_path / "alone", tmp_path / "pair"
+    with spool.open(f"file://{alone}") as sp:
+        record(sp, "one")
+    with spool.open(nodes.location(pair, cold)) as sp:
+        spool_id = sp.spool_id
+    before = (alone / "spool.json").read_bytes()
+    with pytest.raises(spool.ConfigError, match="take another hot or cold root"):
+        spool.open(nodes.location(alone, cold))
+    other = f"{cold}-other"
+    with pytest.raises(spool.ConfigError, match="open it with the same spill="):
+        spool.open(nodes.location(pair, other))
+    assert (alone / "spool.json").read_bytes() == before
+    with spool.open(nodes.location(tmp_path / "third", cold)) as sp:
+        assert sp.spool_id == spool_id
+
+
+def test_a_dead_node_leaves_what_it_published(cold, tmp_path):
+    dead = tmp_path / "dead"
+    writer = nodes.start("write", uri=nodes.location(dead, cold, publish_interval_s=0.1), names=["d-0", "d-1"])
+    refs = [ref for line in nodes.result(writer) if "segments" in line
+            for ref in msgspec.json.decode(line["segments"], type=list[SegmentRef])]  # fmt: skip
+    Path(tmp_path / "gone").mkdir()
+    shutil.move(dead, tmp_path / "gone" / "dead")
+    with spool.open(nodes.location(tmp_path / "alive", cold)) as sp:
+        wait_for(lambda: {row.session_id for row in sp.sessions()} == {"d-0", "d-1"}, what="the dead node's sessions")
+        assert len(sp.read(refs)) == len(refs)
+        assert not any(item.go for item in sp.gc(dry_run=True))
+        with pytest.raises(spool.NotFoundError):
+            sp.annotate("d-9", reward=1.0)
