@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import click
 
@@ -45,6 +46,10 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], tokens: str | None, 
             for found in _joined(sp.locate(ref, fields=list(fields) or None, tokens=chosen))
         ]
     if dd:
+        if remote := next((row["file"] for row in rows if _path(row["file"]) is None), None):
+            raise click.UsageError(
+                f"--dd is for files, and rows lie in {remote}; take URL, offset and length from --json"
+            )
         for row in rows:
             write_line(_dd(row))
     else:
@@ -71,4 +76,11 @@ def _joined(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
 
 def _dd(row: dict[str, Any]) -> str:
     place = f"skip={row['offset']} count={row['length']}"
-    return f"dd if={shlex.quote(row['file'])} iflag=skip_bytes,count_bytes bs=1M status=none {place}"
+    return f"dd if={shlex.quote(str(_path(row['file'])))} iflag=skip_bytes,count_bytes bs=1M status=none {place}"
+
+
+def _path(file: str) -> str | None:
+    """Return the path of a file that is named by path or URL; None where it is an object elsewhere."""
+    if file.startswith("file://"):
+        return unquote(file.removeprefix("file://"))
+    return None if "://" in file else file

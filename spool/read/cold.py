@@ -2,35 +2,35 @@
 
 Where chunks are raw a row lies where its number says, and rows are fetched as rows. Where they are compressed the
 shard's index is read once and kept, and chunks are fetched: those of all layers of a row group are neighbours, so a
-read of some layers fetches their part of it.
+read of some layers fetches their part of it. Every chunk of those that are decoded is checked by its own checksum.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections import OrderedDict
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from crc32c import crc32c
 
-from spool.errors import NotFoundError
+from spool.errors import IntegrityError, NotFoundError
 from spool.formats import cold
 from spool.formats.cold_arrays import parse_cold_group
 from spool.formats.layers import stored_layers
 from spool.formats.shard import group_key
 from spool.model.fields import numpy_dtype
-from spool.read.fetch import Workers, spread
-from spool.read.plan import Fetch, Piece, plan
+from spool.read.fetch import Workers, note, spread
+from spool.read.indexes import Indexes
+from spool.read.plan import Fetch, Piece
+from spool.read.ranges import ChunkFetch, checked_fetches, chunk_fetches, raw_fetches
 from spool.read.sample import ByteRange
+from spool.read.traffic import under_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from spool.formats.cold import ChunkSpan, Index
+    from spool.formats.cold import Index
     from spool.formats.cold_arrays import ColdLayout
     from spool.read.assemble import Array
     from spool.read.fetch import Batch
@@ -39,13 +39,6 @@ if TYPE_CHECKING:
     from spool.read.tier import Deletion
     from spool.stores.objects import Objects
 
-GAP_BYTES = 32 << 10
-"""Unwanted bytes that are rather fetched than a request made for what is behind them."""
-FETCH_BYTES = 8 << 20
-"""Most stored bytes of one request; that many are held for each request under way."""
-INDEX_BYTES = 64 << 20
-"""Indexes of compressed shards that are kept."""
-
 
 class ColdTier:
     """A cold root as a reader sees it. Thread-safe, and usable after a fork.
@@ -53,7 +46,8 @@ class ColdTier:
     Args:
         objects: its bytes; closed with the tier.
         deletion: returns when and why a pack was deleted, where the root says so.
-        concurrency: fetches under way at a time; their waiting is what costs, so they have threads of their own.
+        concurrency: requests that this process has under way at a time, those of other cold tiers counted; their
+            waiting is what costs, so they have threads of their own. Each holds up to two `ranges.FETCH_BYTES`.
     """
 
     def __init__(
@@ -65,120 +59,199 @@ class ColdTier:
     ) -> None:
         self.objects = objects
         self.deletion = deletion
+        self._concurrency = concurrency
         self._workers = Workers(concurrency)
-        self._lock = threading.Lock()
+        self._documents: dict[str, bytes] = {}
         self._layouts: dict[str, dict[str, ColdLayout]] = {}
-        self._indexes: OrderedDict[str, Index] = OrderedDict()
-        _tiers.add(self)
+        self._indexes = Indexes(self._get_range)
 
     def read(self, key: str) -> bytes | None:
-        """See `Tier.read`."""
-        try:
-            return self.objects.get(key)
-        except NotFoundError:
-            return None
+        """See `Tier.read`; documents do not change, so those that were found are kept."""
+        found = self._documents.get(key)
+        if found is None:
+            try:
+                with under_way(self._concurrency):
+                    found = self._documents[key] = self.objects.get(key)
+            except NotFoundError:
+                return None
+        return found
+
+    def _get_range(self, key: str, start: int, stop: int, batch: Batch | None = None) -> bytes:
+        with under_way(self._concurrency):
+            data = self.objects.get_range(key, start, stop)
+        if batch is not None:
+            batch.fetched.append(("cold", len(data)))
+        return data
 
     def bring(self, pieces: Sequence[Piece], batch: Batch, workers: Workers) -> list[Piece]:  # noqa: ARG002
         """See `Tier.bring`."""
-        raw: list[Piece] = []
-        compressed: list[Piece] = []
         absent: list[Piece] = []
-        for piece in pieces:
-            layout = self._layout(batch.sources[piece.key])
-            (absent if layout is None else raw if layout.codec == "raw" else compressed).append(piece)
-        fetches = [*plan(raw, gap=GAP_BYTES, limit=FETCH_BYTES), *self._whole_groups(compressed, batch)]
+        raw: list[Piece] = []
+        packed: dict[str, list[Piece]] = {}
+        for key, group in groupby(sorted(piece for piece in pieces if piece.length), attrgetter("key")):
+            own, layout = list(group), self._layout(batch.sources[key])
+            if layout is None:
+                absent += own
+            elif layout.codec == "raw":
+                raw += own
+            else:
+                # only checked: the checksums of the chunks that are decoded anyway do that
+                packed[key] = [piece for piece in own if piece.target >= 0]
+        fetches: list[Fetch | ChunkFetch] = [*self._raw_fetches(raw, batch)]
 
-        def fetch_one(fetch: Fetch) -> None:
+        def look_up(key: str) -> None:
             try:
-                self._fetch(fetch, batch)
+                fetches.extend(self._chunk_fetches(packed[key], batch))
+            except NotFoundError:
+                absent.extend(packed[key])
+
+        def bring_one(fetch: Fetch | ChunkFetch) -> None:
+            try:
+                self._bring(fetch, batch)
             except NotFoundError:
                 absent.extend(fetch.pieces)
 
-        if len(fetches) > 1:
-            self._workers.each(fetch_one, fetches)
-        elif fetches:
-            fetch_one(fetches[0])
+        self._each(look_up, [key for key, own in packed.items() if own])
+        self._each(bring_one, fetches)
         return absent
 
-    def _fetch(self, fetch: Fetch, batch: Batch) -> None:
-        source = batch.sources[fetch.key]
-        layout = self._layouts[source.stream][source.name]
-        row, n = fetch.offset // source.row_bytes, fetch.length // source.row_bytes
-        if layout.codec == "raw":
-            start, stop = cold.raw_span(layout, row, n)
-            rows = cold.raw_rows(layout, self.objects.get_range(fetch.key, start, stop), row, n)
-            batch.fetched.append(("cold", stop - start))
-            spread(fetch.pieces, fetch.offset, np.frombuffer(rows, np.uint8), batch, self)
-            return
-        layers = _wanted_layers(source, fetch.pieces, batch)
-        stored = self._compressed_rows(fetch.key, layout, row, n, layers, batch)
-        if layers is None:
-            spread(fetch.pieces, fetch.offset, stored.reshape(-1).view(np.uint8), batch, self)
-            return
-        # the checksum of an extent is over all layers; that of each chunk was checked
-        for piece in fetch.pieces:
-            first = piece.offset // source.row_bytes - row
-            part = stored[first : first + piece.length // source.row_bytes]
-            batch.targets[piece.target].put_rows(source, piece.row, part)
+    def _each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
+        if len(items) > 1:
+            self._workers.each(function, items)
+        elif items:
+            function(items[0])
 
-    def _compressed_rows(
-        self, key: str, layout: ColdLayout, row: int, n: int, layers: slice | None, batch: Batch
-    ) -> Array:
-        """Return rows ``[row, row + n)`` of a compressed shard: ``[n, layers, ...]``, or ``[n, *shape]``."""
-        spans = cold.zstd_spans(layout, self._index(key, layout, batch), row, n, layers)
-        runs = list(_neighbours(spans))
-        found = self.objects.get_ranges([(key, run[0].start, run[-1].stop) for run in runs])
-        batch.fetched.append(("cold", sum(map(len, found))))
-        shape = layout.spec.shape if layers is None else (layers.stop - layers.start, *layout.spec.shape[1:])
-        rows = np.empty((n, *shape), numpy_dtype(layout.spec.dtype))
-        chunks = (
-            (span, memoryview(data)[span.start - run[0].start : span.stop - run[0].start])
-            for run, data in zip(runs, found, strict=True)
-            for span in run
-        )
-        cold.place_chunks(layout, chunks, rows, row, layers)
-        return rows
+    # -- raw ---------------------------------------------------------------------------------------------------------
+
+    def _raw_fetches(self, pieces: Sequence[Piece], batch: Batch) -> list[Fetch]:
+        """Return what to fetch; objects with pieces that are only checked, by whole chunks."""
+        widened = {piece.key for piece in pieces if piece.target < 0}
+        plain = [piece for piece in pieces if piece.key not in widened]
+        checked = [piece for piece in pieces if piece.key in widened and piece.target >= 0]
+        layouts = {key: self._known_layout(batch.sources[key]) for key in widened}
+        return [*raw_fetches(plain, parallel=self._concurrency), *checked_fetches(checked, layouts)]
+
+    def _bring(self, fetch: Fetch | ChunkFetch, batch: Batch) -> None:
+        source = batch.sources[fetch.key]
+        layout = self._known_layout(source)
+        try:
+            if isinstance(fetch, ChunkFetch):
+                self._bring_chunks(fetch, source, layout, batch)
+            elif any(piece.target < 0 for piece in fetch.pieces):
+                self._bring_checked(fetch, source, layout, batch)
+            else:
+                self._bring_raw(fetch, source, layout, batch)
+        except IntegrityError as error:
+            raise self._damaged(error, source, fetch.pieces) from error
+
+    def _bring_raw(self, fetch: Fetch, source: Source, layout: ColdLayout, batch: Batch) -> None:
+        """Fetch rows and put them where they belong, one copy each, past the checksums between chunks."""
+        width = source.row_bytes
+        start, stop = cold.raw_span(layout, fetch.offset // width, fetch.length // width)
+        data = memoryview(self._get_range(fetch.key, start, stop, batch))
+        for piece in fetch.pieces:
+            crc, row = 0, piece.row
+            for low, high in cold.raw_pieces(layout, piece.offset // width, piece.length // width):
+                part = data[low - start : high - start]
+                if piece.check >= 0:
+                    crc = crc32c(part, crc)
+                batch.targets[piece.target].put(source, row, np.frombuffer(part, np.uint8))
+                row += (high - low) // width
+            if piece.check >= 0:
+                note(piece, crc, batch, self)
+
+    def _bring_checked(self, fetch: Fetch, source: Source, layout: ColdLayout, batch: Batch) -> None:
+        row, n = fetch.offset // source.row_bytes, fetch.length // source.row_bytes
+        start, stop = cold.raw_span(layout, row, n, verify=True)
+        rows = cold.raw_rows(layout, self._get_range(fetch.key, start, stop, batch), row, n, verify=True)
+        spread(fetch.pieces, fetch.offset, np.frombuffer(rows, np.uint8), batch, self)
+
+    # -- compressed --------------------------------------------------------------------------------------------------
+
+    def _chunk_fetches(self, pieces: Sequence[Piece], batch: Batch) -> list[ChunkFetch]:
+        """Return what to fetch for pieces of one compressed object."""
+        key = pieces[0].key
+        source = batch.sources[key]
+        layout = self._known_layout(source)
+        try:
+            index = self._indexes.of(key, layout, batch)
+            layers = _wanted_layers(source, pieces, batch)
+            return chunk_fetches(pieces, layout, index, layers, parallel=self._concurrency)
+        except IntegrityError as error:
+            raise self._damaged(error, source, pieces) from error
+
+    def _bring_chunks(self, fetch: ChunkFetch, source: Source, layout: ColdLayout, batch: Batch) -> None:
+        """Fetch chunks, decode them, and put their rows where they belong, or decode them there."""
+        only = fetch.pieces[0]
+        direct = len(fetch.pieces) == 1 and batch.targets[only.target].takes(source)
+        if direct:
+            rows = batch.targets[only.target].array[only.row : only.row + fetch.n]
+        else:
+            n_layers = () if fetch.layers is None else (fetch.layers.stop - fetch.layers.start,)
+            rows = np.empty((fetch.n, *n_layers, *layout.spec.shape[len(n_layers) :]), numpy_dtype(layout.spec.dtype))
+        try:
+            self._decode(fetch, layout, rows, batch)
+        except IntegrityError:
+            # a pack that is uploaded again holds the same rows, but its chunks need not have the same sizes
+            if not self._indexes.renew(fetch.key, layout):
+                raise
+            for again in self._chunk_fetches(fetch.pieces, batch):
+                self._bring_chunks(again, source, layout, batch)
+            return
+        for piece in fetch.pieces:
+            first = piece.offset // source.row_bytes - fetch.row
+            part = rows[first : first + piece.length // source.row_bytes]
+            # the checksum of an extent is over all layers
+            if piece.check >= 0 and fetch.layers is None:
+                note(piece, crc32c(part.reshape(-1).view(np.uint8).data), batch, self)
+            if not direct:
+                batch.targets[piece.target].put_rows(source, piece.row, part)
+
+    def _decode(self, fetch: ChunkFetch, layout: ColdLayout, rows: Array, batch: Batch) -> None:
+        if not fetch.spans:
+            return
+        start = fetch.spans[0].start
+        data = memoryview(self._get_range(fetch.key, start, fetch.spans[-1].stop, batch))
+        chunks = ((span, data[span.start - start : span.stop - start]) for span in fetch.spans)
+        cold.place_chunks(layout, chunks, rows, fetch.row, fetch.layers)
+
+    # -- documents and places ----------------------------------------------------------------------------------------
 
     def _layout(self, source: Source) -> ColdLayout | None:
         """Return how a stored array lies here; None where its stream does not."""
         known = self._layouts.get(source.stream)
         if known is None:
-            data = self.read(group_key(source.stream))
+            key = group_key(source.stream)
+            data = self.read(key)
             if data is None:
                 return None
-            known = self._layouts[source.stream] = parse_cold_group(data)[1]
+            try:
+                known = self._layouts[source.stream] = parse_cold_group(data)[1]
+            except IntegrityError as error:
+                raise IntegrityError(f"{self.path(key)}: {error}", stream=source.stream, file=self.path(key)) from error
+            finally:
+                self._documents.pop(key, None)
         return known[source.name]
 
-    def _index(self, key: str, layout: ColdLayout, batch: Batch | None = None) -> Index:
-        with self._lock:
-            known = self._indexes.get(key)
-            if known is not None:
-                self._indexes.move_to_end(key)
-                return known
-        index = cold.parse_index(layout, self.objects.get_range(key, 0, layout.index_bytes))
-        if batch is not None:
-            batch.fetched.append(("cold", layout.index_bytes))
-        with self._lock:
-            self._indexes[key] = index
-            while sum(kept.nbytes for kept in self._indexes.values()) > INDEX_BYTES and len(self._indexes) > 1:
-                self._indexes.popitem(last=False)
-        return index
+    def _known_layout(self, source: Source) -> ColdLayout:
+        return self._layouts[source.stream][source.name]
 
-    def _whole_groups(self, pieces: Iterable[Piece], batch: Batch) -> Iterator[Fetch]:
-        """Yield fetches of pieces of compressed shards such that no row group is fetched twice."""
-        for key, own in groupby(sorted(piece for piece in pieces if piece.length), attrgetter("key")):
-            source = batch.sources[key]
-            group_bytes = self._layouts[source.stream][source.name].chunk_rows * source.row_bytes
-            step = max(1, FETCH_BYTES // group_bytes) * group_bytes
-            for run in _runs(own, group_bytes):
-                start = run[0].offset // group_bytes * group_bytes
-                parts: dict[int, list[Piece]] = {}
-                for piece in run:
-                    for number, part in _cut(piece, start, step):
-                        parts.setdefault(number, []).append(part)
-                for inside in parts.values():
-                    first, end = inside[0].offset, max(piece.offset + piece.length for piece in inside)
-                    yield Fetch(key, first, end - first, inside)
+    def _damaged(self, error: IntegrityError, source: Source, pieces: Sequence[Piece]) -> IntegrityError:
+        """Return ``error`` with what was read and where, unless it says so."""
+        if "stream" in error.details:
+            return error
+        base, width = source.pack_of(pieces[0].key) * source.shard_rows, source.row_bytes
+        start = base + min(piece.offset for piece in pieces) // width
+        stop = base + max(piece.offset + piece.length for piece in pieces) // width
+        return self._unreadable(error, source, pieces[0].key, start, stop)
+
+    def _unreadable(self, error: IntegrityError, source: Source, key: str, start: int, stop: int) -> IntegrityError:
+        facts = {"stream": source.stream, "field": source.field.name, "rows": [start, stop], "file": self.path(key)}
+        return IntegrityError(
+            f"rows [{start}, {stop}) of {source.field.name} in stream {source.stream} cannot be read, {self.path(key)} "
+            f"is damaged: {error}; restore it from a copy, or run `spool verify` to see what else is",
+            **{**error.details, **facts},
+        )
 
     def locate(self, source: Source, run: Run) -> list[ByteRange] | None:
         """See `Tier.locate`; of a compressed shard the chunks that hold the rows, each with its checksum."""
@@ -186,29 +259,21 @@ class ColdTier:
         if layout is None or not run.n:
             return None if layout is None else []
         key, base = source.locate(run.extent)
-        row = run.row - base
         try:
             if layout.codec == "raw":
-                return list(self._raw_ranges(layout, key, source, row, run.n))
-            spans = cold.zstd_spans(layout, self._index(key, layout), row, run.n)
+                if self.objects.info(key) is None:
+                    return None
+                parts = list(_raw_parts(layout, run.row - base, run.n))
+            else:
+                parts = list(_chunk_parts(layout, self._indexes.of(key, layout), run.row - base, run.n))
         except NotFoundError:
             return None
-        ranges = []
-        for part in _neighbours(spans):
-            first, last = part[0].group * layout.chunk_rows, (part[-1].group + 1) * layout.chunk_rows
-            rows = base + max(first, row), base + min(last, row + run.n)
-            length = part[-1].stop - part[0].start
-            ranges.append(ByteRange(self.path(key), part[0].start, length, source.field.name, rows, source.stream))
-        return ranges
-
-    def _raw_ranges(self, layout: ColdLayout, key: str, source: Source, row: int, n: int) -> Iterator[ByteRange]:
-        if self.objects.info(key) is None:
-            raise NotFoundError(f"{self.path(key)} is missing", file=self.path(key))
-        at = row + source.pack_of(key) * source.shard_rows
-        for start, stop in cold.raw_pieces(layout, row, n):
-            rows = at, at + (stop - start) // source.row_bytes
-            yield ByteRange(self.path(key), start, stop - start, source.field.name, rows, source.stream)
-            at = rows[1]
+        except IntegrityError as error:
+            raise self._unreadable(error, source, key, run.row, run.row + run.n) from error
+        return [
+            ByteRange(self.path(key), start, stop - start, source.field.name, (base + first, base + end), source.stream)
+            for start, stop, first, end in parts
+        ]
 
     def path(self, key: str) -> str:
         """See `Tier.path`."""
@@ -216,18 +281,15 @@ class ColdTier:
 
     def close(self) -> None:
         """See `Tier.close`."""
+        self._workers.close()
         self.objects.close()
-
-    def forked(self) -> None:
-        """Replace the lock in a forked child; another thread may have held it."""
-        self._lock = threading.Lock()
 
 
 def _wanted_layers(source: Source, pieces: Iterable[Piece], batch: Batch) -> slice | None:
     """Return the stored layers that all of ``pieces`` together want; None for whole rows."""
     low, high = source.shape[0] if source.shape else 0, 0
     for piece in pieces:
-        layers = batch.targets[piece.target].layers if piece.target >= 0 else None
+        layers = batch.targets[piece.target].layers
         if layers is None:
             return None
         chosen = stored_layers(source.field, layers)
@@ -235,49 +297,17 @@ def _wanted_layers(source: Source, pieces: Iterable[Piece], batch: Batch) -> sli
     return slice(low, max(high, low))
 
 
-def _neighbours(spans: Sequence[ChunkSpan]) -> Iterator[list[ChunkSpan]]:
-    """Yield runs of chunks with little between them, of `FETCH_BYTES` or one chunk at most."""
-    run: list[ChunkSpan] = []
-    for span in spans:
-        if run and (span.start - run[-1].stop > GAP_BYTES or span.stop - run[0].start > FETCH_BYTES):
-            yield run
-            run = []
-        run.append(span)
-    if run:
-        yield run
+def _raw_parts(layout: ColdLayout, row: int, n: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the bytes ``[start, stop)`` of a raw object that are rows ``[row, row + n)``, and which rows they are."""
+    for start, stop in cold.raw_pieces(layout, row, n):
+        end = row + (stop - start) // layout.spec.row_bytes
+        yield start, stop, row, end
+        row = end
 
 
-def _runs(pieces: Iterable[Piece], group_bytes: int) -> Iterator[list[Piece]]:
-    """Yield runs of sorted pieces whose row groups overlap or follow on each other."""
-    run: list[Piece] = []
-    last = -1
-    for piece in pieces:
-        if run and piece.offset // group_bytes > last + 1:
-            yield run
-            run, last = [], -1
-        run.append(piece)
-        last = max(last, (piece.offset + piece.length - 1) // group_bytes)
-    if run:
-        yield run
-
-
-def _cut(piece: Piece, start: int, step: int) -> Iterator[tuple[int, Piece]]:
-    """Yield the parts of a piece in windows of ``step`` bytes from ``start`` on, and the numbers of these."""
-    at, stop = piece.offset, piece.offset + piece.length
-    while at < stop:
-        number = (at - start) // step
-        end = min(stop, start + (number + 1) * step)
-        row = piece.row + (at - piece.offset) // piece.row_bytes
-        yield number, piece._replace(offset=at, length=end - at, row=row)
-        at = end
-
-
-_tiers: weakref.WeakSet[ColdTier] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for tier in _tiers:
-        tier.forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def _chunk_parts(layout: ColdLayout, index: Index, row: int, n: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the bytes ``[start, stop)`` of each row group that holds rows ``[row, row + n)``, and which rows."""
+    for number, group in groupby(cold.zstd_spans(layout, index, row, n), attrgetter("group")):
+        spans = list(group)
+        first = number * layout.chunk_rows
+        yield spans[0].start, spans[-1].stop, max(first, row), min(first + layout.chunk_rows, row + n)

@@ -133,14 +133,14 @@ def spread(pieces: Iterable[Piece], offset: int, data: NDArray[np.uint8], batch:
         start = piece.offset - offset
         part = data[start : start + piece.length]
         if piece.check >= 0:
-            note(piece, part.data, batch, tier)
+            note(piece, crc32c(part.data), batch, tier)
         if piece.target >= 0:
             batch.targets[piece.target].put(batch.sources[piece.key], piece.row, part)
 
 
-def note(piece: Piece, data: memoryview, batch: Batch, tier: Tier) -> None:
-    """Check the bytes of a piece, or keep their checksum until those of its extent are together."""
-    check, crc = batch.checks[piece.check], crc32c(data)
+def note(piece: Piece, crc: int, batch: Batch, tier: Tier) -> None:
+    """Check the crc32c of a piece's bytes, or keep it until those of its extent are together."""
+    check = batch.checks[piece.check]
     if piece.length == check.length:
         compare(check, crc, tier)
     else:

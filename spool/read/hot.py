@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from crc32c import crc32c
 
 from spool.errors import AbsentError
 from spool.read.fetch import note, spread
@@ -75,7 +76,8 @@ class HotTier:
         batch.fetched.append(("hot", fetch.length))
         for piece in fetch.pieces:
             if piece.check >= 0:
-                note(piece, batch.targets[piece.target].slot(source, piece.row, piece.length), batch, self)
+                slot = batch.targets[piece.target].slot(source, piece.row, piece.length)
+                note(piece, crc32c(slot), batch, self)
 
     def locate(self, source: Source, run: Run) -> list[ByteRange] | None:
         """See `Tier.locate`."""

@@ -44,7 +44,10 @@ def _filled(folder: str, n_steps: int) -> Catalog:
     items: list[LogItem] = []
     seq = offset = start = 0
     for session in range(n_steps // STEPS_A_SESSION):
-        events = [SessionOpened(f"s{session}", float(session), fields=(TOKEN_IDS,)), *_steps(session)]
+        events = [
+            SessionOpened(f"s{session}", float(session), fields=(TOKEN_IDS,)),
+            *step_events(session, STREAM, session),
+        ]
         for event in events:
             items.append(LogItem(seq, offset, event))
             seq, offset = seq + 1, offset + 300
@@ -54,10 +57,11 @@ def _filled(folder: str, n_steps: int) -> Catalog:
     return catalog
 
 
-def _steps(session: int) -> Iterator[StepCommitted]:
+def step_events(session: int, stream: str, place: int) -> Iterator[StepCommitted]:
+    """Yield the steps of session number ``session``, the one at ``place`` of its stream."""
     for index in range(STEPS_A_SESSION):
         n_tokens = 100 * (index + 1)
-        extent = Extent(STREAM, session * 1000 + 100 * index, 100, 100 * index, 7)
+        extent = Extent(stream, place * 1000 + 100 * index, 100, 100 * index, 7)
         yield StepCommitted(
             f"s{session}", index, str(index), float(session), index - 1 if index else None, 100 * index, n_tokens - 50,
             n_tokens, n_tokens, {"token_ids": (extent,)}, finish_reason="stop",

@@ -21,9 +21,9 @@ from spool.logs.streams import stream_names
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
 from spool.stores.objects import Objects, open_objects
-from tests.s3_server import S3Server
 from tools.bench.harness import Row, pairs
 from tools.bench.writes import TOKENS, append, make_step
+from tools.s3_server import S3Server
 
 PART_BYTES = 16 << 20
 MEMORY_BOUND = 300 << 20
