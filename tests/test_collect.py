@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,7 +140,9 @@ def test_who_reads_what_is_gone_is_told_so_everywhere(released, cold, tmp_path):
         for row in list(sp._catalog.packs.rows("spilled")):
             evict(sp.config.root, sp._catalog, row.stream, row.pack)
         for stream, pack in lost:
-            objects.delete([found.key for found in objects.list(f"streams/{stream}/") if f"/c/{pack}/" in f"{found.key}/"])
+            objects.delete(
+                [found.key for found in objects.list(f"streams/{stream}/") if f"/c/{pack}/" in f"{found.key}/"]
+            )
         with spool.open(cold) as there:
             for handle in (sp, other, there):
                 with pytest.raises(spool.ReleasedError, match="over"):
@@ -289,7 +292,9 @@ def test_a_deletion_that_broke_off_is_completed(released, cold, tmp_path, point)
 
 def test_a_session_of_two_nodes_does_not_come_back_open(cold, tmp_path):
     """The ending lies in a pack that goes first; the other node's pack still knows that the session is over."""
-    a, b = (location(tmp_path / name, cold, retention="released", grace_s=0.001, publish_interval_s=0.1) for name in "ab")
+    a, b = (
+        location(tmp_path / name, cold, retention="released", grace_s=0.001, publish_interval_s=0.1) for name in "ab"
+    )
     with spool.open(a) as at_a, spool.open(b) as at_b:
         s = at_a.session("moved")
         s.append(prompt_token_ids=[1, 2], response_token_ids=[3])
@@ -405,3 +410,12 @@ def test_the_spiller_rolls_up_its_own_manifests(cold, tmp_path):
     with spool.open(cold) as there:
         assert len(list(there.sessions())) == MANIFESTS_ROLLED + 1
         assert len(there.read(made)) == len(made)
+
+
+def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
+    sp = spool.open(released)
+    sp.publish(record(sp, "one"), timeout_s=120)
+    started = sp._keeper._started
+    assert started.poll() is None
+    shutil.rmtree(tmp_path / "hot")
+    assert started.wait(60) == 0

@@ -20,6 +20,7 @@ from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.collect import Collected
+from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
 from spool.spiller.plan import packs_to_spill
 from spool.spiller.rollup import roll_up
@@ -65,6 +66,15 @@ class Status(Struct, frozen=True):
     n_deleted: int = 0
     damaged: tuple[str, ...] = ()
     error: str | None = None
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """Return device and inode of a file; None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def status_path(root: str) -> str:
@@ -119,6 +129,7 @@ class Spiller:
         self._damaged: dict[tuple[str, int], str] = {}
         self._upload_s = 0.0
         self._kept_at = 0.0
+        self._lock = file_identity(lock_path(self._root))
         self._tidied_at = float("-inf")
         self._n_waiting = 0
 
@@ -126,6 +137,9 @@ class Spiller:
         """Work until ``stop`` is set; with ``until_idle`` also end when nothing needs this spiller any more."""
         wait_s, pause_s, idle_since = LOOK_S, PAUSE_S, time.monotonic()
         while not stop.is_set():
+            if not self._is_there():
+                log.warning("the hot root %s was removed, its spiller ends", self._root)
+                return
             try:
                 busy = self.work()
                 self._say(error=None)
@@ -151,6 +165,10 @@ class Spiller:
         busy |= self._spill()
         busy |= self._make_room()
         return busy
+
+    def _is_there(self) -> bool:
+        """Whether the root is still the one whose lock this spiller holds."""
+        return file_identity(lock_path(self._root)) == self._lock
 
     def backlog(self) -> dict[str, list[int]]:
         """Return the packs that are to be brought over now, by stream."""
