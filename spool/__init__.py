@@ -96,4 +96,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_PACKAGES})
+    return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})

@@ -94,6 +94,17 @@ def integer(name: str, value: object) -> int:
     return value
 
 
+def seconds(name: str, value: object) -> float:
+    """Return ``value`` if it is a duration: a number, at least 0.
+
+    Raises:
+        InputError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise refused(name, "seconds, at least 0", value)
+    return float(value)
+
+
 def text(name: str, value: object) -> str:
     """Return ``value`` if it is a text that files and indexes can hold: one without lone surrogates.
 

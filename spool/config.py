@@ -281,17 +281,21 @@ def _option(name: str, value: str) -> object:
 
 def _retention(value: str) -> Retention:
     released, age_s = False, None
-    for part in value.split(","):
-        name, _, age = part.partition("=")
-        if name == "age":
-            age_s = parse_duration(age)
-        elif part == "released":
-            released = True
-        elif part != "keep":
-            raise ConfigError(
-                f"option retention={value!r} is not valid: write keep, released, age=7d or released,age=7d",
-                option="retention",
-            )
+    parts = [part.strip() for part in value.split(",")]
+    try:
+        for part in parts:
+            name, _, age = part.partition("=")
+            if name == "age":
+                age_s = parse_duration(age)
+            elif part == "released":
+                released = True
+            elif part != "keep" or len(parts) > 1:
+                raise ConfigError(f"{part!r} is not a rule")
+    except ConfigError as error:
+        raise ConfigError(
+            f"option retention={value!r:.80} is not valid ({error}): write keep, released, age=7d or released,age=7d",
+            option="retention",
+        ) from error
     return Retention(released, age_s)
 
 

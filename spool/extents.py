@@ -61,6 +61,7 @@ class StepDraft(Struct, frozen=True):
             messages=join_messages(intake.messages[self.inherited_messages :]),
             tools_key=content_key(intake.tools) if intake.tools else None,
             metadata=self.metadata,
+            cleared=intake.cleared,
         )
 
 

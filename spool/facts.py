@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spool.arguments import one_of
+from spool.catalog.query import SEGMENT, SESSION
+from spool.catalog.where import KEYWORDS, NAME
 from spool.errors import InputError
 from spool.formats import arrays, values
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
+from spool.known import Known
 from spool.model.events import Annotated, Attached, Checkpointed, Event, Released, SessionDiscarded
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
@@ -28,31 +32,52 @@ class Facts:
     Args:
         recorder: this process's streams.
         fields: specs that were declared when the spool was opened.
-        require: raises NotFoundError where a session is not recorded.
+        known: checks what is said something of.
+        newest: returns when the newest late fact of a session that the index knows was recorded.
     """
 
-    def __init__(self, recorder: Recorder, fields: Sequence[FieldSpec], require: Callable[[str], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, fields: Sequence[FieldSpec], known: Known, newest: Callable[[str], float]
+    ) -> None:
         self._recorder = recorder
         self._fields = {spec.name: spec for spec in fields}
-        self._require = require
+        self._known = known
+        self._newest = newest
+        self._last_at = 0.0
+
+    def _at(self, session_id: str) -> float:
+        """Return the time of a new fact: later than all that are known of its session, wherever the clock went."""
+        before = max(self._last_at, self._newest(session_id))
+        self._last_at = max(time.time(), math.nextafter(before, math.inf))
+        return self._last_at
 
     def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
         """See `Spool.annotate`."""
-        self._require(session_id)
-        if segment is not None and (not isinstance(segment, SegmentRef) or segment.session_id != session_id):
+        if segment is None:
+            self._known.session(session_id)
+        elif not isinstance(segment, SegmentRef) or segment.session_id != session_id:
             raise InputError(f"segment must be a SegmentRef of session {session_id!r}, got {segment!r:.80}")
+        else:
+            self._known.step(segment)
+        _check_names(facts)
         text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
         checked = message_format.decode_messages(b"[" + text + b"]")[0]
         reward = checked.get("reward")
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
-        self._record(Annotated(session_id, time.time(), checked, None if segment is None else segment.key))
+        if reward is not None and not math.isfinite(reward):
+            raise InputError(
+                f"reward of session {session_id!r} is {reward}, which no filter finds and JSON cannot hold; leave it "
+                "out, and note why as another fact",
+                got=repr(reward),
+            )
+        self._record(Annotated(session_id, self._at(session_id), checked, None if segment is None else segment.key))
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
-        if not isinstance(ref, SegmentRef | StepRef) or ref.spool_id != self._recorder.spool_id:
+        if not isinstance(ref, SegmentRef | StepRef):
             raise InputError(f"attach takes a segment or step of this spool, got {ref!r:.80}")
-        self._require(ref.session_id)
+        self._known.step(ref)
         if align is not None:
             one_of("align", align, get_args(Align))
         checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
@@ -83,6 +108,7 @@ class Facts:
     def _attach(self, ref: SegmentRef | StepRef, spec: FieldSpec, rows: NDArray[Any]) -> None:
         writer = self._recorder.writer(Schema.of(spec))
         first = ref.response_start if spec.align == "response" else 0
+        at = self._at(ref.session_id)
 
         def fill(dst: NDArray[Any], start: int) -> None:
             arrays.copy_rows(dst, rows[start : start + len(dst)])
@@ -93,25 +119,25 @@ class Facts:
                 extents.append(Extent(writer.name, run.row, run.n, position, run.crc))
                 position += run.n
             found = {spec.name: tuple(extents)}
-            return encode_event(Attached(ref.session_id, time.time(), ref.key, spec, found))
+            return encode_event(Attached(ref.session_id, at, ref.key, spec, found))
 
         source = {spec.name: Rows(len(rows), fill)}
-        with_room(self._recorder.append_timeout_s, lambda: writer.append(source, event))
+        with_room(self._recorder, lambda: writer.append(source, event))
 
     def discard(self, session_id: str) -> None:
         """See `Spool.discard`."""
-        with_room(self._recorder.append_timeout_s, lambda: self._discard(session_id))
+        with_room(self._recorder, lambda: self._discard(session_id))
 
     async def discard_async(self, session_id: str, on_thread: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
         """See `Spool.discard_async`; waiting for room holds no thread."""
-        await with_room_async(self._recorder.append_timeout_s, lambda: on_thread(lambda: self._discard(session_id)))
+        await with_room_async(self._recorder, on_thread, lambda: self._discard(session_id))
 
     def _discard(self, session_id: str) -> None:
         live = self._recorder.live(session_id)
-        if live is not None:
+        if live is not None and live.is_recorded:
             live.abandon()
-        else:
-            self._require(session_id)
+        else:  # recorded elsewhere, even where somebody here has looked at it
+            self._known.session(session_id)
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
     def withdraw(self, session_ids: Sequence[str]) -> None:
@@ -120,12 +146,9 @@ class Facts:
 
     def release(self, refs: Sequence[SegmentRef], tag: str | None) -> None:
         """See `Spool.release`."""
-        by_session: dict[str, list[str]] = {}
-        for ref in refs:
-            if ref.spool_id != self._recorder.spool_id:
-                raise InputError(f"{ref.id} is a segment of spool {ref.spool_id}; release it there", ref=ref.id)
-            by_session.setdefault(ref.session_id, []).append(ref.key)
-        self._record(*(Released(name, time.time(), tuple(keys), tag) for name, keys in by_session.items()))
+        released = self._known.released(refs)
+        events = (Released(name, time.time(), tuple(ref.key for ref in own), tag) for name, own in released.items())
+        self._record(*events)
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""
@@ -133,7 +156,23 @@ class Facts:
 
     def _record(self, *events: Event) -> None:
         if events:
-            with_room(self._recorder.append_timeout_s, lambda: self._recorder.record(*events))
+            with_room(self._recorder, lambda: self._recorder.record(*events))
+
+
+def _check_names(facts: Iterable[str]) -> None:
+    """Refuse names that a filter would take for something else.
+
+    Raises:
+        InputError: lists the names that are taken.
+    """
+    taken = (SESSION.known.keys() | SEGMENT.known.keys()) - {"reward"}
+    odd = [name for name in facts if name in taken or name.lower() in KEYWORDS or not NAME.fullmatch(name)]
+    if odd:
+        raise InputError(
+            f"{', '.join(map(repr, odd))} cannot name a fact, which filters could not find: use letters, digits and "
+            f"underscores, not starting with a digit, and none of {', '.join(sorted(taken | KEYWORDS))}",
+            names=odd,
+        )
 
 
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 import msgspec
 
-from spool import arguments, audit
+from spool import arguments, audit, locks
 from spool.audit import Report
 from spool.catalog import Catalog, SessionRow
 from spool.config import parse_uri
@@ -22,7 +22,8 @@ from spool.errors import ConfigError, InputError
 from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
-from spool.logs import LogFeeder
+from spool.known import Known
+from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
 from spool.logs.packs import has_files
 from spool.logs.streams import is_live
@@ -46,12 +47,16 @@ from spool.session import Session
 from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
-from spool.spiller.loop import Spiller, read_status
+from spool.spiller.loop import Spiller
 from spool.spiller.rollup import roll_up
+from spool.spiller.status import Status, read_status
 from spool.stores.hot import HotStore
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
+
+RELEASE_WAIT_S = 0.5
+"""How long an append waits for room before a spool without cold root has a spiller delete what is released."""
 
 _REFERENCES = "references, as append, finalize and segments() return them"
 
@@ -95,11 +100,21 @@ class Spool:
         self._readers = Readers(config, self.spool_id, self._catalog, self._feeds)
         self._keeper = None
         if config.root is not None and not readonly:
-            self._keeper = Keeper(config.root, config.uri, self._catalog, interval_s=config.publish_interval_s)
+            self._keeper = Keeper(
+                config.root,
+                config.uri,
+                self._catalog,
+                interval_s=config.publish_interval_s,
+                patience_s=0.0 if config.spill is not None else RELEASE_WAIT_S,
+            )
         self._recorder = Recorder(
             config, self.spool_id, self._catalog, self._feeds, self._keeper, self._readers.inline, readonly=readonly
         )
-        self._facts = Facts(self._recorder, fields, self._require)
+        self._known = Known(self._recorder, self._history)
+        self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
+        self._publisher: Publisher | None = None
+        if cold is not None:
+            self._publisher = Publisher(self._catalog, self._feeds, nudge=self._nudge, status=self._spiller_status)
 
     def _is_local(self, stream: str, pack: int) -> bool:
         return self.config.root is not None and has_files(self.config.root, stream, pack)
@@ -136,7 +151,8 @@ class Spool:
             group_id, sample_index, rollout_step, source, prompt_id, split, attempt: identity, carried in references.
             experts: the model's routing shape, or its name in `spool.models`; needed to store ``routed_experts``.
             fields: specs of further fields of this session.
-            prefer: of rows sent again, keep the ``first`` or the ``last``.
+            prefer: of forward rows sent again, keep the ``first`` or the ``last``. A ``token`` field's rows stand for
+                their tokens: those of a prefix that is there already are kept, what is sent again is not.
             trim: how many final response tokens may be missing from the next prompt.
             idle_s: end as ``timeout`` after so long without an append; the spool's ``session_idle_s`` where None.
             metadata: JSON-able facts about the session.
@@ -187,16 +203,17 @@ class Spool:
 
     # -- late facts and the end --------------------------------------------------------------------------------------
 
-    def annotate(self, session_id: str, *, segment: SegmentRef | None = None, **facts: Any) -> None:
+    def annotate(self, session_id: str, /, *, segment: SegmentRef | None = None, **facts: Any) -> None:
         """Record late facts of a session (or one of its segments), such as ``reward=1.0``; of one name the last wins.
 
         Raises:
             NotFoundError: no such session is recorded.
-            InputError: a fact is not JSON-able.
+            InputError: a fact is not JSON-able; it is named as a column or a word of filters, or not by letters, digits
+                and underscores; the reward is no finite number.
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
-    def attach(self, ref: SegmentRef | StepRef, *, align: str | None = None, **values: Any) -> None:
+    def attach(self, ref: SegmentRef | StepRef, /, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
 
         Args:
@@ -251,28 +268,37 @@ class Spool:
             ConfigError: the spool has no cold root.
             NotFoundError: a session is still known nowhere when the time is over.
             ReleasedError: some of it was deleted.
+            IntegrityError: a pack is not as it was recorded, and stays where it is.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        self._publisher().publish(_references(refs), timeout_s)
+        self._publishing().publish(self._to_publish(refs), arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        await self._publisher().publish_async(_references(refs), timeout_s, self._on_thread)
+        await self._publishing().publish_async(
+            self._to_publish(refs), arguments.seconds("timeout_s", timeout_s), self._on_thread
+        )
 
-    def _publisher(self) -> Publisher:
-        if self._feeds.cold is None:
+    def _to_publish(self, refs: Ref | Sequence[Ref]) -> list[Ref]:
+        many = _references(refs)
+        for ref in many:
+            self._known.own(ref)
+        self._known.settled(many)
+        return many
+
+    def _publishing(self) -> Publisher:
+        if self._publisher is None:
             raise ConfigError(
                 f"the spool at {self.config.url} has no cold root to publish to: open it with ?spill=s3://bucket/prefix"
             )
-        return Publisher(self._catalog, self._feeds, nudge=self._nudge, trouble=self._trouble)
+        return self._publisher
 
     def _nudge(self) -> None:
         if self._keeper is not None:
             self._keeper.keep_running()
 
-    def _trouble(self) -> str | None:
-        status = None if self.config.root is None else read_status(self.config.root)
-        return None if status is None else status.error or (status.damaged[0] if status.damaged else None)
+    def _spiller_status(self) -> Status | None:
+        return None if self.config.root is None else read_status(self.config.root)
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +313,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name; raised by the call.
         """
-        self._feeds.catch_up(fresh=True)
+        self._look()
         if where is not None:
             self._catalog.check_filter(where, "sessions")
         rows = self._catalog.sessions(where)
@@ -303,17 +329,22 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name, or there is no such view; raised by the call.
         """
-        self._feeds.catch_up(fresh=True)
+        self._look()
         if where is not None:
             self._catalog.check_filter(where, "segments")
         if view is None:
             return self._catalog.segments(where)
         return derived_segments(self._catalog, self._history.state, where, view)
 
+    def _look(self) -> list[Problem]:
+        """Take in what was recorded up to now; of a closed spool nothing is asked."""
+        self._recorder.check_open()
+        return self._feeds.catch_up(fresh=True)
+
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
         session_id = arguments.text("session_id", session_id)
-        self._feeds.catch_up(fresh=True)
+        self._look()
         return self._catalog.session(session_id)
 
     def final_segments(self, session_id: str) -> list[SegmentRef]:
@@ -338,18 +369,17 @@ class Spool:
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the full list of chat messages of a step, or of a segment's last step."""
-        return self._history.messages(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.messages(ref)
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""
-        return self._history.tools(_step_or_segment(ref))
+        self._known.step(_step_or_segment(ref))
+        return self._history.tools(ref)
 
     def _recorded(self, session_id: str) -> SessionState:
+        self._recorder.check_open()
         return self._history.state(arguments.text("session_id", session_id))
-
-    def _require(self, session_id: str) -> None:
-        if self._recorder.live(session_id) is None:
-            self._history.require(session_id)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -414,8 +444,10 @@ class Spool:
             IntegrityError: bytes are missing, short or altered; names stream, field, rows and file.
             NotFoundError: a field or the spool of a reference is not there.
         """
+        self._recorder.check_open()
         single = isinstance(refs, Ref)
         many = _references(refs)
+        self._known.settled(many)
         tokens, out = ([given] if single and given is not None else given for given in (tokens, out))
         samples = self._readers.read(
             many,
@@ -437,7 +469,9 @@ class Spool:
         self, ref: Ref, *, fields: Sequence[str] | None = None, tokens: Tokens = None, layers: slice | None = None
     ) -> list[ByteRange]:
         """Return the byte ranges (file, offset, length) that hold a reference, or a slice of it as `read` takes one."""
+        self._recorder.check_open()
         arguments.instance("ref", ref, Ref, _REFERENCES)
+        self._known.settled([ref])
         chosen = arguments.optional(arguments.names, "fields", fields)
         return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
 
@@ -452,7 +486,7 @@ class Spool:
         """
         if progress is not None and not callable(progress):
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
-        problems = self._feeds.catch_up(fresh=True)
+        problems = self._look()
         states = {(row.stream, row.pack): row.state for row in self._catalog.packs.rows()}
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), states, problems)
         return audit.verify(self._readers.store, self._cold_packs(states), recorded, deep=deep, progress=progress)
@@ -468,12 +502,12 @@ class Spool:
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream and stored array, as `spool du` prints them."""
-        self._feeds.catch_up(fresh=True)
+        self._look()
         return audit.usage(self._hot_store("usage"), self._history.events())
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
-        self._feeds.catch_up(fresh=True)
+        self._look()
         totals = msgspec.structs.asdict(self._catalog.totals())
         names = self._feeder.stream_names()
         return {
@@ -524,7 +558,7 @@ class Spool:
             ConfigError: the spool has no hot root here.
         """
         root = self._hot_root("a spiller works on")
-        fd = require_lock(root) if lock_fd is None else lock_fd
+        fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
         try:
             spiller = self._spiller()
             try:
@@ -532,7 +566,7 @@ class Spool:
             finally:
                 spiller.close()
         finally:
-            os.close(fd)
+            locks.release(fd)
 
     def gc(self, *, dry_run: bool = False) -> list[Decision]:
         """Delete the packs that ``retention`` lets go, in the hot and the cold root.
@@ -582,6 +616,15 @@ class Spool:
             raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
         return self.config.root
 
+    def backlog(self) -> dict[str, list[int]]:
+        """Return the sealed packs that are not in the cold root yet and are to go there now, by stream."""
+        self._feeds.catch_up()
+        spiller = self._spiller()
+        try:
+            return spiller.backlog()
+        finally:
+            spiller.close()
+
     def _spiller(self) -> Spiller:
         return Spiller(
             self.config,
@@ -602,6 +645,8 @@ class Spool:
 
     def close(self) -> None:
         """Seal what this process recorded and let everything go. Open sessions may be gone on with elsewhere.
+
+        Whatever is asked of the spool afterwards is refused with SessionStateError.
 
         Raises:
             SpoolError: a pack could not be sealed. Nothing is lost: `recover` seals it.

@@ -11,6 +11,7 @@ from spool.errors import NotFoundError, ReleasedError
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.model.events import Event, StepCommitted, ToolsStored
+from spool.model.fields import TOKEN_IDS
 from spool.model.refs import SegmentRef, StepRef
 from spool.rollout.state import SessionState
 
@@ -56,11 +57,36 @@ class History:
             if self._catalog.session(session_id) is None:
                 raise self._unknown(session_id)
 
+    def require_step(self, ref: StepRef | SegmentRef) -> None:
+        """Check that a step, or a segment's last one, is recorded as the reference says.
+
+        Raises:
+            NotFoundError: it is not.
+        """
+        index = last_step(ref)
+        for fresh in (False, True):
+            self._feeds.catch_up(fresh=fresh)
+            found = self._catalog.steps_at(ref.session_id, index)
+            if any(names_step(ref, event) for event in found):
+                return
+        if self._catalog.session(ref.session_id) is None:
+            raise self._unknown(ref.session_id)
+        raise NotFoundError(
+            f"session {ref.session_id!r} has {'another' if found else 'no'} step {index} than {ref.id} names: that was "
+            "rolled back, or is not published yet",
+            ref=ref.id,
+        )
+
+    def is_collected(self, ref: SegmentRef) -> bool:
+        """Whether packs of a stream that holds the segment were deleted, as they are once all of it was released."""
+        streams = {extent.stream for extents in ref.extents.values() for extent in extents}
+        return any("gone" in self._catalog.packs.states(stream).values() for stream in streams)
+
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.messages`."""
         by_index = self._steps(ref.session_id)
         path = []
-        index: int | None = _last_step(ref)
+        index: int | None = last_step(ref)
         while index is not None:
             path.append(_at(by_index, index, ref))
             event = path[-1].event
@@ -74,7 +100,7 @@ class History:
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.tools`."""
-        event = _at(self._steps(ref.session_id), _last_step(ref), ref).event
+        event = _at(self._steps(ref.session_id), last_step(ref), ref).event
         assert isinstance(event, StepCommitted)
         if event.tools_key is None:
             return []
@@ -115,9 +141,24 @@ def _at(steps: Mapping[int, Located], index: int, ref: StepRef | SegmentRef) -> 
     return steps[index]
 
 
-def _last_step(ref: StepRef | SegmentRef) -> int:
+def last_step(ref: StepRef | SegmentRef) -> int:
+    """Return the index of a step, or of a segment's last one.
+
+    Raises:
+        NotFoundError: the segment has no steps.
+    """
     if isinstance(ref, StepRef):
         return ref.index
     if not ref.steps:
         raise NotFoundError(f"segment {ref.id} has no steps")
     return ref.steps[-1]
+
+
+def names_step(ref: StepRef | SegmentRef, event: StepCommitted) -> bool:
+    """Whether a reference is of this very step, and not of one that was rolled back before it got the index."""
+    if isinstance(ref, SegmentRef):
+        return ref.n_tokens <= event.n_tokens
+    own, named = event.extents.get(TOKEN_IDS.name), ref.extents.get(TOKEN_IDS.name)
+    return (ref.step_id, ref.response_start, ref.n_tokens) == (event.step_id, event.n_prompt, event.n_tokens) and (
+        not own or not named or own[-1] == named[-1]
+    )

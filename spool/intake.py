@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
 from msgspec import Struct
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from spool.errors import InputError, PayloadError
 from spool.formats import arrays, experts, messages, values
+from spool.formats.masks import pack_cleared
 from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Layout, Schema, numpy_dtype
 from spool.model.refs import StepRef, Unit, VersionSpan
 from spool.rollout.coverage import Range
@@ -56,12 +58,17 @@ class Source(Struct, frozen=True):
         name, shape = self.spec.name, self.spec.shape
         if self.ends is None:
             return {name: _rows(self._slices(ranges), self.store)}
-        start = self.pieces[0][0]
-        first, stop = ranges[0].position - start, ranges[-1].position + ranges[-1].n - start
-        low = int(self.ends[first - 1]) if first else 0
-        values = self.pieces[0][1].reshape(-1, *shape)[low : int(self.ends[stop - 1]) if stop else 0]
-        ends = self.ends[first:stop] - np.uint64(low)
-        return {f"{name}.offsets": _rows([ends], np.copyto), f"{name}.values": _rows([values], self.store)}
+        start, joined = self.pieces[0][0], self.pieces[0][1].reshape(-1, *shape)
+        ends: list[NDArray[Any]] = []
+        values: list[NDArray[Any]] = []
+        n_values = 0
+        for wanted in ranges:  # what lies between two of them is there already
+            first, stop = wanted.position - start, wanted.stop - start
+            low, high = int(self.ends[first - 1]) if first else 0, int(self.ends[stop - 1]) if stop else 0
+            ends.append(self.ends[first:stop] - np.uint64(low) + np.uint64(n_values))
+            values.append(joined[low:high])
+            n_values += high - low
+        return {f"{name}.offsets": _rows(ends, np.copyto), f"{name}.values": _rows(values, self.store)}
 
     def _slices(self, ranges: Iterable[Range]) -> list[NDArray[Any]]:
         slices = []
@@ -138,6 +145,7 @@ class Intake(Struct, frozen=True):
         n_nonfinite: NaN and infinite logprobs.
         messages: the full list, one JSON text a message.
         tools: tool schemas as JSON, or nothing.
+        cleared: which response tokens the stored loss mask clears; nothing where none.
     """
 
     prompt: NDArray[np.int32]
@@ -149,18 +157,18 @@ class Intake(Struct, frozen=True):
     n_nonfinite: int
     messages: tuple[bytes, ...]
     tools: bytes
+    cleared: bytes = b""
 
-    def signature(self, finish_reason: str | None) -> bytes:
-        """Return a digest of the whole content, 16 bytes: equal for an append of the same step again."""
-        digest = xxhash.xxh3_128()
-        digest.update(f"{len(self.prompt)} {finish_reason} {self.versions} {self.units};".encode())
-        for part in (self.prompt, self.response):
-            digest.update(part.data)
-        for name in sorted(self.sources):
-            digest.update(self.sources[name].digest())
-        digest.update(messages.join_messages(self.messages))
-        digest.update(self.tools)
-        return digest.digest()
+    def signature(self, *others: Any) -> bytes:
+        """Return a digest of the whole content and of ``others``, 16 bytes: equal for an append of the same step again.
+
+        Args:
+            others: what a step consists of besides; of types that msgpack has.
+        """
+        sources = {name: self.sources[name].digest() for name in sorted(self.sources)}
+        tokens = (self.prompt.tobytes(), self.response.tobytes())
+        whole = (tokens, sources, self.versions, self.units, self.messages, self.tools, others)
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(whole))
 
 
 def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
@@ -185,7 +193,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
     if n_tokens:
         parts = ((0, prompt), (n_prompt, response))
         sources["token_ids"] = Source(TOKEN_IDS, tuple(part for part in parts if len(part[1])), np.copyto)
-    n_nonfinite = 0
+    n_nonfinite, cleared = 0, b""
     if step.logprobs is not None:
         probs = arrays.as_floats(step.logprobs, what=f"logprobs of {what}")
         _check_count("logprobs", len(probs), len(response), what)
@@ -193,7 +201,8 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         sources["logprobs"] = Source(LOGPROBS, ((n_prompt, probs),), np.copyto)
     if step.loss_mask is not None:
         mask = _loss_mask(step.loss_mask, n_prompt, len(response), what)
-        if not mask.all():
+        if not mask.all() and LOSS_MASK.name in schema:
+            cleared = pack_cleared(mask)
             sources["loss_mask"] = Source(LOSS_MASK, ((n_prompt, mask),), np.copyto)
     if step.routed_experts is not None and ROUTED_EXPERTS in schema:
         start = step.routed_experts_start
@@ -212,6 +221,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         n_nonfinite=n_nonfinite,
         messages=_messages(step.messages, what),
         tools=messages.encode_message(list(step.tools), what=f"tools of {what}") if step.tools else b"",
+        cleared=cleared,
     )
 
 
@@ -223,6 +233,8 @@ def check_plain(step: StepInput, what: str) -> None:
             raise InputError(
                 f"{name} of {what} must be text, got {value!r:.80}; engines' forms go through spool.engines"
             )
+    if step.step_id == "":
+        raise InputError(f"step_id of {what} is empty: leave it out, or give the step a name of its own")
     if isinstance(step.parent, bool) or not isinstance(step.parent, _PARENT):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
     tools = step.tools
@@ -374,18 +386,32 @@ def _versions(given: Any, n_prompt: int, n_tokens: int, what: str) -> tuple[Vers
         raise InputError(
             f"weight_version of {what} must be one version, or (version, start, stop) spans, got {given!r:.80}"
         ) from error
+    _check_tiling(spans, n_tokens - n_prompt, what)
+    return tuple(VersionSpan(v, n_prompt + start, n_prompt + stop) for v, start, stop in spans if stop > start)
+
+
+def _check_tiling(spans: Sequence[tuple[str, int, int]], n: int, what: str) -> None:
+    """Refuse version spans that are not ``[0, n)`` cut into pieces, in order."""
     at = 0
-    for _, start, stop in spans:
+    for number, (version, start, stop) in enumerate(spans):
+        if number and start < at:
+            other, low, high = spans[number - 1]
+            raise PayloadError(
+                f"weight_version spans of {what} overlap: {other!r} has response tokens [{low}, {high}) and "
+                f"{version!r} has [{start}, {stop}); every generated token has one version",
+                field="weight_version", step=what, token=start,
+            )  # fmt: skip
         if start != at or stop < start:
             break
         at = stop
-    if at != n_tokens - n_prompt:
-        raise PayloadError(
-            f"weight_version spans of {what} cover {at} of {n_tokens - n_prompt} response tokens in order; "
-            "every generated token needs one version",
-            field="weight_version", expected=n_tokens - n_prompt, got=at, step=what,
-        )  # fmt: skip
-    return tuple(VersionSpan(v, n_prompt + start, n_prompt + stop) for v, start, stop in spans if stop > start)
+    else:
+        if at == n:
+            return
+    raise PayloadError(
+        f"weight_version spans of {what} cover {at} of {n} response tokens in order; "
+        "every generated token needs one version",
+        field="weight_version", expected=n, got=at, step=what,
+    )  # fmt: skip
 
 
 def _chunk_versions(payload: Any, lengths: tuple[int, int, int]) -> tuple[VersionSpan, ...]:

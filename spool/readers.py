@@ -159,6 +159,8 @@ class Readers:
 
     def _root_at(self, url: str) -> tuple[str, Tier] | None:
         """Return the spool of a root and the tier that it is; None where there is none, or it cannot be reached."""
+        if "\0" in url:
+            return None
         path = None if "://" in url and not url.startswith("file://") else unquote(url.removeprefix("file://"))
         try:
             if path is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 from msgspec import Struct
 
-from spool.errors import LockedError, SessionStateError
+from spool.errors import CapacityError, LockedError, NotFoundError, SessionStateError, SpoolError
 from spool.formats.frames import encode_event
 from spool.model.events import Event, SessionOpened
 from spool.model.fields import Schema
@@ -98,6 +98,9 @@ class Host(Protocol):
     append_timeout_s: float
     known_tools: KnownTools
 
+    def press(self, error: CapacityError, waited_s: float) -> None:
+        """Have room made for what was refused with ``error``."""
+
     def kept(self, opened: SessionOpened) -> Schema:
         """Return the schema of what is stored of the session's fields."""
 
@@ -137,6 +140,7 @@ class Record:
         schema: what is stored of its fields.
         tails: the messages of its steps, by index.
         n_openings: how often it was opened or resumed.
+        refusal: why it cannot go on as it was asked to, for good: its token is stale, or its fields are others.
     """
 
     def __init__(self, host: Host, opened: SessionOpened, token: SuspendToken | None, *, fresh: bool) -> None:
@@ -153,11 +157,18 @@ class Record:
         self._in_stream: str | None = None
         self._doubtful = False
         self._n_foreign = 0
+        self._next_index = 0
+        self.refusal: SpoolError | None = None
 
     @property
     def is_loaded(self) -> bool:
         """Its state is known here."""
         return self._loaded is not None
+
+    @property
+    def loaded(self) -> SessionState | None:
+        """Its state, if it is known here."""
+        return self._loaded
 
     def owned(self) -> threading.RLock:
         """Return the session's lock.
@@ -179,21 +190,32 @@ class Record:
 
     def state(self) -> SessionState:
         """Return the session's state; what is recorded of it already is read when it is first asked for."""
+        if self.refusal is not None:
+            raise self.refusal
         if self._loaded is None:
-            if self._doubtful:
-                # Frames are written in their order, so behind this one lies all that the interrupted call handed over.
-                self.opened = msgspec.structs.replace(self.opened, resumed=True, at=time.time())
-                self.writer()
-            look = self._doubtful or not self._fresh
-            recorded = self._host.load(self._id, self._token, own=self._doubtful) if look else None
-            if recorded is None:
-                self._loaded = SessionState(self._host.spool_id, self.opened, self._host.roots)
-            else:
-                self.tails, self.n_openings, self._n_foreign = recorded[1:]
-                self._adopt(recorded.state.opened)
-                self._loaded = recorded.state
-            self._doubtful = False
+            try:
+                self._loaded = self._load()
+            except (NotFoundError, SessionStateError) as error:
+                self.refusal = error
+                raise
         return self._loaded
+
+    def _load(self) -> SessionState:
+        if self._doubtful:
+            # Frames are written in their order, so behind this one lies all that the interrupted call handed over.
+            self.opened = msgspec.structs.replace(self.opened, resumed=True, at=time.time())
+            self.writer()
+        look = self._doubtful or not self._fresh
+        recorded = self._host.load(self._id, self._token, own=self._doubtful) if look else None
+        if recorded is None:
+            state = SessionState(self._host.spool_id, self.opened, self._host.roots)
+        else:
+            self._adopt(recorded.state.opened)
+            state = recorded.state
+            self.tails, self.n_openings, self._n_foreign = recorded[1:]
+        state.skip_to(self._next_index)
+        self._doubtful = False
+        return state
 
     def _adopt(self, recorded: SessionOpened) -> None:
         """Go on with a recorded session: its identity, rules and fields were fixed when it opened."""
@@ -203,6 +225,8 @@ class Record:
 
     def doubt(self) -> None:
         """Forget the state: a call was interrupted, and only the record knows what it did."""
+        if self._loaded is not None:
+            self._next_index = self._loaded.next_index
         self._loaded, self._in_stream, self._doubtful = None, None, True
 
     def writer(self) -> StreamWriter:
@@ -219,7 +243,7 @@ class Record:
                 if not self._fresh:
                     self._host.check_alone(self._id, self._n_foreign)
             except LockedError:
-                self._loaded = None
+                self._loaded, self.n_openings = None, 0
                 raise
             self._in_stream = writer.name
         return writer

@@ -6,12 +6,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
 from spool.errors import (
+    CapacityError,
     ConfigError,
     IntegrityError,
     LockedError,
@@ -84,7 +86,7 @@ class Recorder:
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
-        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes)
+        self._room = Room(self._catalog, self._feeder, self._config.hot_bytes, self._config.root)
         self._upkeep = Upkeep(self._do_upkeep)
         self._closed = False
         self.known_tools = KnownTools()
@@ -94,10 +96,15 @@ class Recorder:
         """Return the lock, of this process."""
         if self._pid != os.getpid():
             self._reset()
-        self._check_open()
+        self.check_open()
         return self._lock
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse what is asked of a spool that was closed.
+
+        Raises:
+            SessionStateError: it was.
+        """
         if self._closed:
             raise SessionStateError(f"the spool at {self._config.url} was closed; open it again")
 
@@ -107,7 +114,7 @@ class Recorder:
         """Return the live session of that id, or make it; a ``fresh`` id was drawn here and is recorded nowhere."""
         with self._own():
             live = self._sessions.get(opened.session_id)
-            if live is not None:
+            if live is not None and not live.is_refused:
                 live.check_same(opened)
                 return live
             if opened.idle_s is not None:
@@ -128,6 +135,11 @@ class Recorder:
             live = self._sessions[opened.session_id] = Session(self, opened, token)
         return live
 
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """The live sessions of this process, to look at."""
+        return self._sessions if self._pid == os.getpid() else {}
+
     def live(self, session_id: str) -> Session | None:
         """Return the live session of that id, or None."""
         with self._own():
@@ -143,8 +155,9 @@ class Recorder:
 
     def _do_upkeep(self) -> None:
         writers = list(self._writers.values())
-        if self._keeper is not None and self._config.spill is not None and writers:
-            self._keeper.keep_running()
+        if self._keeper is not None and writers:
+            if self._config.spill is not None:
+                self._keeper.keep_running()
             self._keeper.serve(writers)
         for writer in writers:
             writer.roll_if_aged()
@@ -281,7 +294,7 @@ class Recorder:
             return writer
 
     def _make_writer(self, schema: Schema) -> StreamWriter:
-        self._check_open()
+        self.check_open()
         if self._readonly:
             raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
         if self._config.root is None:
@@ -291,7 +304,7 @@ class Recorder:
             )
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
-        if self._config.spill is not None:
+        if self._config.spill is not None or self._config.hot_bytes is not None:
             self._upkeep.watch(self._config.publish_interval_s)
         if self._timer is None:
             self._timer = FeedTimer(self._feeder, self.stream_names)
@@ -303,7 +316,21 @@ class Recorder:
             pack_age_s=self._config.pack_age_s,
             direct=self._config.direct,
             on_commit=self._timer.notify,
+            spool_id=self.spool_id,
         )
+
+    def press(self, error: CapacityError, waited_s: float) -> None:
+        """Have room made for what was refused with ``error``; what fails of it is left to the next try.
+
+        The spiller hears of it, and the packs that are open here are sealed: they may hold the room themselves.
+        """
+        if self._keeper is None:
+            return
+        with suppress(SpoolError, OSError):
+            self._keeper.press(error, waited_s)
+        for writer in list(self._writers.values()):
+            with suppress(SpoolError):
+                writer.roll()
 
     def stream_names(self) -> list[str]:
         """Return the names of this process's streams."""

@@ -14,17 +14,12 @@ the data that the facts are about.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from spool.catalog.rows import PackUse, SessionEnd
-from spool.errors import ConfigError
-
-_AGE = re.compile(r"age=([0-9]+(?:\.[0-9]+)?)([smhd]?)")
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 class Policy(Struct, frozen=True, kw_only=True):
@@ -79,24 +74,6 @@ class Eviction(Struct, frozen=True):
     pack: int
     n_bytes: int
     why: str
-
-
-def parse_policy(text: str) -> Policy:
-    """Read ``keep``, ``released``, ``age=7d`` (seconds, or with s, m, h, d) or ``released,age=7d``.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    released, age_s, parts = False, None, [part.strip() for part in text.split(",")]
-    for part in parts:
-        match = _AGE.fullmatch(part)
-        if match is not None:
-            age_s = float(match[1]) * _SECONDS[match[2]]
-        elif part == "released":
-            released = True
-        elif part != "keep" or len(parts) > 1:
-            raise ConfigError(f"retention is keep, released, age=7d or released,age=7d, got {text!r}", got=text)
-    return Policy(released=released, age_s=age_s)
 
 
 def over(sessions: Mapping[str, SessionEnd], *, now: float, failed_keep_s: float = 3600.0) -> set[str]:

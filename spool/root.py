@@ -13,7 +13,8 @@ import xxhash
 from msgspec import Struct
 
 from spool.config import Config
-from spool.errors import ConfigError, IntegrityError, NotFoundError, StorageError
+from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.formats.shard import parse_attributes
 from spool.stores.local import check_hot_root, map_os_error, read_file, write_atomic
 from spool.stores.objects import Objects, open_objects
 
@@ -62,7 +63,7 @@ def find(config: Config, *, create: bool) -> Place:
         ConfigError: the file system cannot hold a hot root, or hot and cold root do not belong together.
         StorageError: a root cannot be reached or written.
     """
-    hot = read_identity(config.root) if config.root is not None else None
+    hot = read_identity(config.root) if config.root is not None and os.path.isdir(config.root) else None
     if hot is not None and hot.tier == "cold":
         config = msgspec.structs.replace(config, root=None, spill=f"file://{quote(str(config.root))}")
     elif hot is not None and config.spill is None:
@@ -145,10 +146,24 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
 
     Raises:
         ConfigError: the file system cannot hold a hot root, or the two roots belong to different spools.
+        IntegrityError: a spool is there, but its ``spool.json`` is lost.
         StorageError: one cannot be written.
     """
+    try:
+        os.makedirs(os.path.join(root, "streams"), exist_ok=True)
+    except OSError as error:
+        raise map_os_error(error, what="make a spool at", path=root) from error
     check_hot_root(root)
     known = read_identity(root)
+    if known is None and _has_records(root):
+        known = read_identity(root)  # another process may have been making it
+        if known is None:
+            raise IntegrityError(
+                f"{root} holds a spool, but its spool.json is lost, and a new one would have another id, which no "
+                "reference finds: `spool recover` restores it from the streams; else write it by hand, the id stands "
+                "in every reference and in spool.json of the cold root",
+                file=os.path.join(root, "spool.json"),
+            )
     if known is not None and (cold is None or known.spill == cold.url):
         return known
     if known is not None and known.spill is not None and cold is not None:
@@ -163,6 +178,45 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
         return _create(root, made)
     write_atomic(os.path.join(root, "spool.json"), msgspec.json.encode(made))
     return made
+
+
+def _has_records(root: str) -> bool:
+    return bool(_streams(root)) or os.path.exists(os.path.join(root, "catalog.sqlite"))
+
+
+def _streams(root: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(os.path.join(root, "streams")) if not name.startswith("."))
+    except OSError:
+        return []
+
+
+def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
+    """Write a lost ``spool.json`` again, from the id that streams keep; None where it is there, or no spool is.
+
+    Raises:
+        IntegrityError: no stream keeps an id, as those of earlier versions, or they differ; or the file is torn.
+        StorageError: it cannot be written.
+    """
+    if read_identity(root) is not None or not _has_records(root):
+        return None
+    found: dict[str, float] = {}
+    for name in _streams(root):
+        try:
+            facts = parse_attributes(read_file(os.path.join(root, "streams", name, "zarr.json")))
+        except SpoolError:
+            continue
+        if isinstance(facts.get("id"), str):
+            found.setdefault(facts["id"], float(facts.get("created", 0.0)))
+    if len(found) != 1:
+        raise IntegrityError(
+            f"{root}/spool.json is lost, and its streams say {', '.join(found) or 'nothing'} of the spool's id: write "
+            "it by hand, the id stands in every reference and in spool.json of the cold root",
+            file=os.path.join(root, "spool.json"), ids=list(found),
+        )  # fmt: skip
+    ((spool_id, created),) = found.items()
+    restored = Identity(FORMAT, spool_id, created)
+    return restored if dry_run else _create(root, restored)
 
 
 def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:

@@ -128,10 +128,10 @@ class Session:
         return await self._with_room_async(lambda: self._append(step))
 
     def _with_room(self, call: Callable[[], T]) -> T:
-        return with_room(self._host.append_timeout_s, call)
+        return with_room(self._host, call)
 
     async def _with_room_async(self, call: Callable[[], T]) -> T:
-        return await with_room_async(self._host.append_timeout_s, lambda: self.on_thread(call))
+        return await with_room_async(self._host, self.on_thread, call)
 
     async def on_thread(self, call: Callable[[], T]) -> T:
         """Run ``call`` on one of Spool's threads, in the context of the calling task."""
@@ -147,8 +147,12 @@ class Session:
             check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
-            signature = b"" if step.step_id is None else intake.signature(step.finish_reason)
-            known = None if step.step_id is None else state.find(step.step_id, held)
+            metadata, parent = json_facts(step.metadata, what), self._own_step(step.parent)
+            signature, known = b"", None
+            if step.step_id is not None:
+                named = state.find(parent, held) if isinstance(parent, str) else None
+                signature = intake.signature(step.finish_reason, parent if named is None else named.index, metadata)
+                known = state.find(step.step_id, held)
             if known is not None:
                 if known.signature != signature:
                     raise StepConflictError(
@@ -160,7 +164,7 @@ class Session:
                 intake.prompt,
                 intake.response,
                 given={field: source.given for field, source in intake.sources.items()},
-                parent=self._own_step(step.parent),
+                parent=parent,
                 units=intake.units,
                 step_id=step.step_id,
                 transaction=held,
@@ -174,7 +178,7 @@ class Session:
                 finish_reason=step.finish_reason,
                 signature=signature,
                 inherited_messages=tail.inherited,
-                metadata=json_facts(step.metadata, what),
+                metadata=metadata,
             )
             with self._recording():
                 index = self._store(state, draft, held, what)
@@ -271,7 +275,8 @@ class Session:
                 reference says what was cut.
 
         Raises:
-            NotFoundError: ``inline`` names a field that the session does not have; it is not finalised.
+            NotFoundError: ``inline`` names a field that the session or a segment does not have; it is not finalised.
+            GapError: rows of a field in ``inline`` were never sent; it is not finalised.
             SessionStateError: it is discarded, suspended, or finalised in another way.
             CapacityError: no room within ``append_timeout_s``.
         """
@@ -296,12 +301,14 @@ class Session:
                 self._check_no_transaction("finalised")
                 self._check_inline(inline)
                 made = segments(state, view, outcome=outcome, **options)
+                refs = self._host.inline(made, inline) if inline else made
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():
                     self._record.commit(final)
                     state.finalize(final)
                 self._host.forget(self.session_id)
-            elif (final.view, final.outcome, final.options) != (view, outcome, options):
+                return refs
+            if (final.view, final.outcome, final.options) != (view, outcome, options):
                 raise SessionStateError(
                     f"session {self.session_id!r} is finalised as {final.view}, {final.outcome}, {final.options}; "
                     "use view() for other segments of it",
@@ -509,6 +516,26 @@ class Session:
     def is_live(self) -> bool:
         """It was found to be this process's; not so where another process records it, or nothing was asked yet."""
         return self._record.is_loaded
+
+    @property
+    def is_refused(self) -> bool:
+        """It cannot go on as it was asked to; another one of its id may."""
+        return self._record.refusal is not None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Its opening is written, by this process or by an owner before."""
+        return self._record.n_openings > 0
+
+    def is_pending(self, index: int) -> bool:
+        """Whether a step belongs to an open transaction here; waits for nothing."""
+        state = self._record.loaded
+        return state is not None and state.is_pending(index)
+
+    def known_step(self, index: int) -> StepCommitted | None:
+        """Return a step that this process knows, or None; waits for nothing."""
+        state = self._record.loaded
+        return None if state is None else state.steps.get(index)
 
     def check_same(self, wanted: SessionOpened) -> None:
         """Refuse to be taken for a session that was to have other fields, rules or identity.

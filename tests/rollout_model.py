@@ -122,7 +122,6 @@ class Session:
         self.prefer, self.trim = prefer, trim
         self.steps = {}
         self.next_index = 0
-        self.logged = 0
 
     def seen(self, transaction=None):
         return [
@@ -196,8 +195,6 @@ class Session:
         step.points = {n for n in step.points if n > base or n in ends | {n_prompt}}
         self.steps[index] = step
         self.next_index = index + 1
-        if transaction is None:
-            self.logged = self.next_index
         return step, stored
 
     def leaf(self, index, transaction):
@@ -217,13 +214,11 @@ class Session:
         for step in self.steps.values():
             if step.withdrawn_by == transaction:
                 step.withdrawn_by = None
-        self.next_index = max([self.logged, *(i + 1 for i in self.steps)])
 
     def settle(self, transaction):
         for step in self.steps.values():
             if step.added_by == transaction:
                 step.added_by = None
-                self.logged = max(self.logged, step.index + 1)
         self.steps = {i: s for i, s in self.steps.items() if s.withdrawn_by != transaction}
 
     # -- views: tokens of a segment are (token, step that generated it or None, its place in that step's response)

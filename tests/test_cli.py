@@ -26,7 +26,7 @@ READING = {
     "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
     "show": ("show", "plain"), "verify": ("verify", "--deep"),
 }  # fmt: skip
-CHANGING = {"demo", "import", "rebuild", "recover"}
+CHANGING = {"demo", "import", "rebuild", "recover", "spill"}
 
 
 def at(args, location):
@@ -131,7 +131,12 @@ def test_the_location_is_an_argument_or_in_the_environment(some):
 def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
-    args = {"import": ("import", cli_reference.PATH), "rebuild": ("rebuild",), "recover": ("recover",)}
+    args = {
+        "import": ("import", cli_reference.PATH),
+        "rebuild": ("rebuild",),
+        "recover": ("recover",),
+        "spill": ("spill",),
+    }
     args = args.get(verb) or READING[verb]
     done = run(*args, code=3 if verb in ("cat", "locate", "show") else 2)
     assert "SPOOL_URI is not set" in done.err
@@ -145,7 +150,7 @@ def test_a_location_without_a_spool_is_not_found_and_not_made(verb, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/run", "https://x/y", "file://host/y", "file:///x?nonsense=1"])
+@pytest.mark.parametrize("uri", ["file://host/y", "file:///x?nonsense=1"])
 def test_other_locations_are_refused(uri):
     assert "input" in run("ls", uri, code=2).err or "config" in run("ls", uri, code=2).err
     assert run("show", uri, "plain", code=2).out == b""
@@ -277,7 +282,9 @@ def test_an_unknown_field_is_not_found(some):
 
 def test_rows_that_were_never_sent_fail_unless_a_number_stands_for_them(some):
     done = run("cat", some, "gap:1", code=1)
-    assert "missing" in done.err
+    assert "left out" in done.err and "routed_experts was never sent for forward rows [0, 4)" in done.err
+    assert done.json[0]["fields"].keys() == {"token_ids", "loss_mask"}
+    assert "missing" in run("cat", some, "gap:1", "--field", "routed_experts", code=1).err
     (found,) = run("cat", some, "gap:1", "--missing", "-1").json
     rows = np.array(found["fields"]["routed_experts"])
     assert rows.shape == (5, 3, 2)
@@ -616,3 +623,26 @@ def test_demo_notices_a_wrong_value(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Spool, "read", read)
     assert command.main([str(tmp_path / "s"), "--groups", "1"], standalone_mode=False) == 1
     assert "4 OF THEM WRONG" in capsys.readouterr().out
+
+
+def test_advice_is_in_the_words_of_the_command_line(some, tmp_path):
+    for args in (("cat", some, "gap:1", "--field", "routed_experts"), ("cat", some, "plain", "--field", "nope")):
+        said = run(*args, code=None).err
+        assert "--missing NUMBER" in said and "missing=" not in said and "fields=" not in said, said
+    said = run("cat", some, "plain", "-o", tmp_path / "no/such/folder", code=4).err
+    assert "cannot write" in said and "Errno" not in said
+    assert "views are lineage, timeline" in run("show", some, "plain@lineages/0", code=3).err
+
+
+def test_an_import_says_what_has_no_tokens_and_what_it_does_not_follow(tmp_path):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    (tmp_path / "more").mkdir()
+    (runs / "loop").symlink_to(runs)
+    (runs / "more").symlink_to(tmp_path / "more")
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (runs / "chat.json").write_text(json.dumps({"messages": said}))
+    for more in (("--dry-run",), (), ()):
+        err = run("import", runs, tmp_path / "s", *more).err
+        assert "1 of 1 sessions have messages only: no token ids in the source" in err
+        assert "runs/loop" in err and "runs/more" in err and "link to a folder" in err

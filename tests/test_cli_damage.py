@@ -347,14 +347,14 @@ def test_any_flipped_byte_of_a_stream_is_found(root):
 
 
 WRITING = """
-import sys, time
+import os, sys, time
 sys.path.insert(0, sys.argv[2])
 from kit import SHAPE, add, counting
 import spool
-ends = time.monotonic() + float(sys.argv[3])
+enough, stop, gives_up = int(sys.argv[3]), sys.argv[4], time.monotonic() + 120
 with spool.open(sys.argv[1]) as sp:
     number = 0
-    while time.monotonic() < ends:
+    while (number < enough or not os.path.exists(stop)) and time.monotonic() < gives_up:
         s = sp.session(experts=SHAPE)
         with s.transaction():
             add(s, counting(300), counting(40, number))
@@ -369,8 +369,8 @@ print(number)
 
 
 def test_nothing_is_wrong_with_a_spool_that_is_being_written(tmp_path):
-    root = tmp_path / "s"
-    code = [sys.executable, "-c", WRITING, root, os.path.dirname(__file__), "2"]
+    root, stop = tmp_path / "s", tmp_path / "stop"
+    code = [sys.executable, "-c", WRITING, root, os.path.dirname(__file__), "50", stop]
     writer = subprocess.Popen(code, env=environment(), stdout=subprocess.PIPE)
     while not list(root.glob("streams/2*/records/1.*")):
         assert writer.poll() is None
@@ -384,7 +384,38 @@ def test_nothing_is_wrong_with_a_spool_that_is_being_written(tmp_path):
         looks += 1
         if looks == 3:
             assert run("verify", root, "--deep", "--json").json["findings"] == []
-    assert int(writer.communicate()[0]) > 50
+        if looks > 3 and len(seen) > 3:
+            stop.touch()
+    assert int(writer.communicate()[0]) >= 50
     assert looks > 3
     assert len(seen) > 3
     assert run("verify", root, "--deep").err.endswith("nothing wrong\n")
+
+
+def test_a_lost_identity_is_restored_from_the_streams(root):
+    with library.open(str(root)) as sp:
+        spool_id, refs = sp.spool_id, sp.steps("one")
+    (root / "spool.json").unlink()
+    with pytest.raises(library.IntegrityError, match="spool recover"):
+        library.open(str(root))
+    with pytest.raises(library.NotFoundError):
+        library.open(str(root), create=False)
+    run("ls", root, code=3)
+    assert spool_id in run("recover", root, "--dry-run").err and not (root / "spool.json").exists()
+    assert spool_id in run("recover", root).err
+    with library.open(str(root)) as sp:
+        assert sp.spool_id == spool_id and len(sp.read(refs)) == 3
+    assert "spool.json" not in run("recover", root).err
+
+
+@pytest.mark.parametrize("kept", ["streams", "catalog.sqlite"])
+def test_a_lost_identity_that_no_stream_keeps_is_not_made_up(root, kept):
+    for path in root.glob("streams/*/zarr.json"):
+        path.write_text(path.read_text().replace("spool:id", "spool:of"))
+    for name in {"streams", "catalog.sqlite"} - {kept}:
+        shutil.rmtree(root / name) if name == "streams" else (root / name).unlink()
+    (root / "spool.json").unlink()
+    with pytest.raises(library.IntegrityError, match=r"spool\.json is lost"):
+        library.open(str(root))
+    assert "by hand" in run("recover", root, code=5).err
+    assert not (root / "spool.json").exists()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 
 import spool
-from spool.config import OPTIONS, parse_uri
+from spool.config import OPTIONS, Retention, parse_uri
 from spool.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ def test_relative_paths_are_made_absolute():
     [
         ("", "empty"), ("?hot_bytes=1GiB", "empty"), ("file://", "empty"), ("http://[::1", "no URI"),
         ("file://[::1", "no URI"), ("file:///a%ff", "not UTF-8"), ("/a\udcff", "not UTF-8"), ("file:/x", "file:///path"),
-        ("file:x", "file:///path"), ("s3:bucket", "file:///path"), ("s3://bucket/x", "local directory"),
+        ("file:x", "file:///path"), ("s3:bucket", "file:///path"),
         ("file://host/x", "three slashes"), ("file://x", "three slashes"), ("file:///a#b", "%23"),
         ("file:///a\nb", "control"), ("file:///a%0Ab", "control"), ("/a\n", "control"), ("/a\0b", "control"),
         ("file:///a\0b", "control"), ("file:///a%00b", "control"), ("/a\tb", "control"), (5, "int 5"), (b"/a", "bytes"),
@@ -45,7 +46,8 @@ def test_relative_paths_are_made_absolute():
         ("/a?hot_bytes=" + "9" * 5000, "hot_bytes='9"), ("/a?hot_bytes=" + "9" * 400 + ".5", "hot_bytes='9"),
         ("/a?hot_bytes=9999999PiB", "hot_bytes='9999999PiB'"), ("/a?direct=maybe", "true or false"),
         ("/a?durability=tape", "process, disk"), ("/a?threads=0", "positive"), ("/a?threads=x", "threads"),
-        ("/a?append_timeout_s=nan", "positive"), ("/a?threads=2&threads=3", "twice"), ("/a?nope=1", "known: hot_bytes"),
+        ("/a?append_timeout_s=nan", "positive"), ("/a?threads=2&threads=3", "twice"),
+        ("/a?nope=1", "known: spill, hot_bytes"),
     ],
 )  # fmt: skip
 def test_refused(uri, problem):
@@ -95,8 +97,53 @@ def test_a_path_object_names_a_spool(tmp_path):
 def test_every_option_may_be_given():
     values = {"hot_bytes": "1GiB", "fields": "token_ids,logprobs", "durability": "disk", "direct": "FALSE",
               "append_timeout_s": "1.5", "session_idle_s": "60", "pack_age_s": "5", "page_cache_bytes": "64MiB",
-              "reuse_bytes": "1MiB", "max_open_files": "16", "threads": "2"}  # fmt: skip
+              "reuse_bytes": "1MiB", "max_open_files": "16", "threads": "2", "spill": "s3://bucket/run",
+              "spill_when": "pressure", "verify_upload": "always", "retention": "released,age=7d",
+              "publish_interval_s": "2", "grace_s": "5", "cold_concurrency": "4", "cold_deadline_s": "9"}  # fmt: skip
     assert values.keys() == set(OPTIONS)
     config = parse_uri("/a?" + "&".join(f"{name}={value}" for name, value in values.items()))
     assert (config.hot_bytes, config.fields, config.durability) == (1 << 30, ("token_ids", "logprobs"), "disk")
     assert (config.direct, config.append_timeout_s, config.threads) == (False, 1.5, 2)
+    assert (config.spill, config.spill_when, config.retention) == (
+        "s3://bucket/run", "pressure", Retention(released=True, age_s=7 * 86400.0)
+    )  # fmt: skip
+    assert parse_uri(config.uri) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "retention"),
+    [
+        ("keep", Retention(released=False)), ("released", Retention()), ("age=90", Retention(False, 90.0)),
+        ("age=1.5h, released", Retention(True, 5400.0)), ("age=2w", Retention(False, 14 * 86400.0)),
+    ],
+)  # fmt: skip
+def test_retention(text, retention):
+    config = parse_uri(f"/a?retention={text}")
+    assert config.retention == retention
+    assert parse_uri(config.uri) == config
+
+
+@pytest.mark.parametrize("text", ["", "all", "keep,released", "age", "age=", "age=-1", "age=7y", "released;age=1d"])
+def test_what_is_no_retention_is_refused(text):
+    with pytest.raises(ConfigError, match="write keep, released"):
+        parse_uri(f"/a?retention={text}")
+
+
+def test_a_cold_root_alone_is_a_location():
+    config = parse_uri("s3://bucket/run/?cold_concurrency=4")
+    assert (config.root, config.spill, config.urls) == (None, "s3://bucket/run", ("s3://bucket/run",))
+    assert parse_uri(config.uri) == config
+    with pytest.raises(ConfigError, match="cannot spill"):
+        parse_uri("s3://bucket/run?spill=s3://bucket/other")
+
+
+@pytest.mark.parametrize(
+    ("cold", "problem"),
+    [
+        ("memory://x", "outlives"), ("s3://", "not a cold root"), ("s3:bucket", "not a cold root"), ("", "empty"),
+        ("/a", "inside"), ("/a/b", "inside"), ("file:///", "inside"), ("s3://bucket/x%23y#z", "fragment"),
+    ],
+)  # fmt: skip
+def test_cold_roots_that_are_refused(cold, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse_uri("/a?" + urlencode({"spill": cold}))

@@ -25,7 +25,7 @@ def test_the_program_in_the_guide_runs(tmp_path):
     namespace = {"__name__": "guide"}
     for block in blocks:
         lines_before = GUIDE.count("\n", 0, block.start(1))
-        source = "\n" * lines_before + block[1].replace("file:///nvme/", f"file://{tmp_path}/")
+        source = "\n" * lines_before + block[1].replace("file:///tmp/spool-guide/", f"file://{tmp_path}/")
         exec(compile(source, "docs/guide.md", "exec"), namespace)
 
 

@@ -127,7 +127,7 @@ def test_case_06_non_finite_logprobs_are_kept_counted_and_valid_json(sp, make):
     s = session(sp)
     values = [-0.1, float("nan"), float("-inf"), -0.0]
     add(s, [1], [2, 3, 4, 5], logprobs=make(values))
-    sp.annotate("s", reward=float("nan"), odd=float("inf"))
+    sp.annotate("s", reward=0.0, none=float("nan"), odd=float("inf"))
     (segment,) = s.finalize(inline=("logprobs", "token_ids"))
     got = sp.read(segment)["logprobs"]
     assert_array_equal(np.isnan(got), [False, True, False, False])

@@ -596,6 +596,7 @@ def test_threads_catch_up_together(root, folder):
     for thread in threads:
         thread.join()
     assert failures == []
+    root.feeder.catch_up()  # what was appended after the last look of all threads
     assert len(root.steps()) == 30
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 
 import numpy as np
@@ -128,3 +129,19 @@ def test_many_threads_and_a_fork_never_share():
         os._exit(0)
     os.waitpid(pid, 0)
     assert int(mine.max()) == 3
+
+
+def test_a_fork_while_another_thread_is_at_it_leaves_the_child_a_free_lock():
+    memory = Memory(256 << 20)
+    kept = memory.empty((N,), INT32)
+    del kept
+    gc.collect()
+    with memory._lock:  # as a thread that the child does not have
+        assert memory.empty((N,), INT32).nbytes == SMALLEST_BYTES, "nobody waits for it here either"
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            fresh = memory.empty((N,), INT32)
+            del fresh
+            os._exit(memory.idle_bytes != SMALLEST_BYTES)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
@@ -331,6 +332,10 @@ CALLS = {
     "discard": lambda sp, s, ref, session_id: sp.discard(session_id),
     "discard_async": lambda sp, s, ref, session_id: asyncio.run(sp.discard_async(session_id)),
     "release": lambda sp, s, ref, refs=(), tag=None: sp.release(refs, tag),
+    "publish": lambda sp, s, ref, refs=(), timeout_s=0.1: sp.publish(refs, timeout_s=timeout_s),
+    "publish_async": lambda sp, s, ref, refs=(), timeout_s=0.1: asyncio.run(
+        sp.publish_async(refs, timeout_s=timeout_s)
+    ),
     "checkpointed": lambda sp, s, ref, tag: sp.checkpointed(tag),
     "sessions": lambda sp, s, ref, **odd: list(sp.sessions(**odd)),
     "segments": lambda sp, s, ref, **odd: list(sp.segments(**odd)),
@@ -374,7 +379,7 @@ ARGUMENTS = {
     "verify": "progress", "open": "uri fields", "append": STEP.removeprefix("response_token_ids "),
     "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
     "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
-    "ref_from_json": "text", "models": "name",
+    "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 
 
@@ -413,9 +418,10 @@ def test_an_argument_of_the_wrong_type_is_refused_by_a_typed_error_and_changes_n
 def test_every_public_verb_is_swept():
     verbs = {f"{kind}{name}" for kind, cls in (("", spool.Spool), ("Session.", spool.Session)) for name in vars(cls)}
     swept = CALLS.keys() | {f"Session.{name}" for name in CALLS}
-    without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle"}  # nothing, or a flag, to pass
-    inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "on_thread",
-              "suspend", "transaction"}  # fmt: skip
+    without = {"close", "flush", "info", "usage", "rebuild", "recover", "expire_idle", "gc", "backlog",
+               "spill"}  # fmt: skip
+    inside = {"abandon", "begin", "end", "end_async", "check_same", "expire", "is_live", "is_pending", "is_recorded",
+              "is_refused", "known_step", "on_thread", "suspend", "transaction"}  # fmt: skip
     left = {verb for verb in verbs if not verb.rpartition(".")[2].startswith("_")} - swept - without
     assert left == {f"Session.{name}" for name in inside}
 
@@ -439,7 +445,7 @@ def test_a_filter_with_a_name_that_nothing_has_is_refused(sp):
             verb("jugde = 'rm'")
 
 
-def test_columns_of_the_others_are_named_unless_a_fact_has_that_name(sp):
+def test_columns_of_the_others_are_named(sp):
     add(sp.session("s"))
     sp.session("s").finalize()
     for view in (None, "timeline"):
@@ -448,10 +454,61 @@ def test_columns_of_the_others_are_named_unless_a_fact_has_that_name(sp):
     with pytest.raises(InputError, match="'superseded' is a column of segments"):
         sp.sessions("superseded")
     assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
-    sp.annotate("s", state="good")
-    for view in (None, "timeline"):
-        assert len(list(sp.segments("state = 'good'", view))) == 1
-    assert [row.session_id for row in sp.sessions("state = 'final'")] == ["s"]
+
+
+@pytest.mark.parametrize(
+    "name", ["state", "n_tokens", "superseded", "and", "NULL", "a-b", "2x", "", "import time", "\u0000"]
+)
+def test_facts_that_filters_could_not_find_are_refused_with_the_names_taken(sp, name):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match=r"cannot name a fact.*none of .*n_tokens") as caught:
+        sp.annotate("s", **{"fine": 1, name: 2})
+    assert caught.value.details["names"] == [name]
+    assert sp.find_session("s").facts == {}
+    sp.annotate("s", reward=1, größe=2)
+    assert len(list(sp.sessions("größe = 2"))) == 1
+
+
+@pytest.mark.parametrize("text", ["reward = '1.0'", "'5' < n_tokens", "n_tokens in (1, '2')", "index between 0 and '9'",
+                                  "released = 'true'"])  # fmt: skip
+def test_numbers_are_not_compared_with_texts(sp, text):
+    with pytest.raises(InputError, match=r"(reward|n_tokens|index|released) is a number, and this is a text"):
+        sp.segments(text)
+
+
+def test_times_are_compared_with_dates(sp):
+    add(sp.session("s"))
+    sp.session("s").finalize()
+    tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    for text in (
+        "opened_at > '2026-01-01'",
+        f"'{tomorrow}' >= last_at",
+        f"finished_at between '2001-01-01' and '{tomorrow}'",
+        f"opened_at < '{tomorrow[:10]}T23:59:59Z' and opened_at > 0",
+    ):
+        assert len(list(sp.sessions(text))) == len(list(sp.segments(text))) == 1, text
+    assert list(sp.sessions(f"opened_at > '{tomorrow}'")) == []
+    with pytest.raises(InputError, match="opened_at is a time"):
+        sp.sessions("opened_at > '1767225600'")
+
+
+def test_unknown_names_are_refused_however_they_are_meant(sp):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match="did you mean reward"):
+        sp.sessions("Reward > 0.5")
+    with pytest.raises(InputError, match=r"'foo' is no column.*in single quotes, 'foo'"):
+        sp.sessions("reward = foo")
+    with pytest.raises(InputError) as caught:
+        sp.sessions("xyzzy = 1")
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_is_finite(sp, reward):
+    add(sp.session("s"))
+    with pytest.raises(InputError, match="no filter finds"):
+        sp.annotate("s", reward=reward)
+    assert sp.find_session("s").reward is None
 
 
 def test_derived_segments_are_filtered_by_facts_that_only_other_pages_have(sp, monkeypatch):
@@ -470,13 +527,13 @@ def test_numbers_that_json_has_not_are_null_in_it(sp, number):
 
     add(sp.session("s"))
     sp.session("s").finalize()
-    sp.annotate("s", reward=number, kl=number)
+    sp.annotate("s", reward=1, kl=number)
     (ref,) = sp.final_segments("s")
     text = ref.to_json()
     assert "reward" in json.loads(text, parse_constant=pytest.fail) and '"kl":null' in text
     read = spool.ref_from_json(text)
-    assert (read.reward, read.facts) == (None, {"kl": None})
-    assert repr(pickle.loads(pickle.dumps(ref)).reward) == repr(number)
+    assert (read.reward, read.facts) == (1.0, {"kl": None})
+    assert repr(pickle.loads(pickle.dumps(ref)).facts["kl"]) == repr(number)
 
 
 def test_a_refused_inline_leaves_the_session_open(sp):
@@ -493,7 +550,7 @@ def test_segments_of_another_spool_are_not_released_here(sp, tmp_path):
     with spool.open(tmp_path / "other") as other:
         add(other.session("s"))
         refs = other.session("s").finalize()
-        with pytest.raises(InputError, match="release it there"):
+        with pytest.raises(InputError, match="go to that one with it"):
             sp.release(refs)
         other.release(refs, tag="a")
         other.release(ref for ref in refs)
@@ -519,3 +576,86 @@ def test_slices_are_slices_of_integers(sp, slices):
     if isinstance(slices, slice):
         with pytest.raises(InputError, match="layers"):
             sp.read(step, layers=slices)
+
+
+def test_a_gap_refuses_an_inline_field_before_the_session_is_final(sp):
+    session = sp.session("s")
+    session.append(prompt_token_ids=[1], response_token_ids=[2], logprobs=[-1.0])
+    session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+    with pytest.raises(spool.GapError, match="logprobs"):
+        session.finalize(inline=["logprobs"])
+    assert sp.find_session("s").state == "open"
+    session.append(prompt_token_ids=[1, 2, 3, 4], response_token_ids=[5], logprobs=[-1.0])
+    assert session.finalize(inline=["token_ids"])[0].inline.keys() == {"token_ids"}
+
+
+@pytest.mark.parametrize("inline", [["nope"], ["logprobs"]])
+def test_a_block_that_a_refused_finalize_ends_is_failed(sp, inline):
+    async def rollout():
+        async with sp.session("s") as session:
+            await session.append_async(prompt_token_ids=[1], response_token_ids=[2])
+            await session.finalize_async(outcome="completed", inline=inline)
+
+    with pytest.raises(NotFoundError):
+        asyncio.run(rollout())
+    assert sp.find_session("s").outcome == "failed"
+
+
+def test_a_gap_outside_the_forward_says_what_helps(sp):
+    session = sp.session("s", experts=SHAPE)
+    session.append(prompt_token_ids=[1], response_token_ids=[2], logprobs=[-1.0])
+    session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4, 5])
+    (ref,) = session.finalize()
+    with pytest.raises(spool.GapError, match=r"leave it out \(fields=\)") as found:
+        sp.read(ref)
+    assert "gaps='cut'" not in str(found.value) and "missing=" in str(found.value)
+    assert sp.read(ref, fields=["token_ids", "loss_mask"])["loss_mask"].tolist() == [0, 1, 0, 1, 1]
+    assert sp.read(ref, missing=0)["logprobs"].tolist() == [-1.0, 0.0, 0.0, 0.0]
+    (late,) = sp.view("s", gaps="cut")
+    assert late.n_tokens == 5
+
+
+@pytest.mark.parametrize(
+    "spans", [[("7", 0, 5), ("8", 2, 4)], [("7", 0, 3), ("8", 2, 5)], [("7", 0, 5), ("8", 0, 5)], [("7", 0, 5)] * 2]
+)
+def test_weight_versions_that_overlap_are_refused_by_name(sp, spans):
+    session = sp.session("s")
+    with pytest.raises(spool.PayloadError, match="overlap") as found:
+        session.append(prompt_token_ids=[1], response_token_ids=[1, 2, 3, 4, 5], weight_version=spans)
+    assert all(repr(version) in str(found.value) for version, _, _ in spans)
+    assert session.steps == []
+
+
+@pytest.mark.parametrize("spans", [[("7", 0, 5), ("8", 6, 7)], [("7", 0, 5), ("8", 5, 3)], [("7", -1, 5)]])
+def test_weight_versions_outside_the_response_are_refused(sp, spans):
+    with pytest.raises(spool.PayloadError, match="every generated token needs one version"):
+        sp.session("s").append(prompt_token_ids=[1], response_token_ids=[1, 2, 3, 4, 5], weight_version=spans)
+
+
+def test_a_closed_spool_is_asked_nothing(tmp_path):
+    with spool.open(tmp_path / "s") as sp:
+        step = add(sp.session("s"))
+    calls = [
+        *(sp.sessions, sp.segments, sp.info, sp.verify, sp.usage, lambda: sp.read(step), lambda: sp.locate(step)),
+        *(lambda: sp.find_session("s"), lambda: sp.steps("s"), lambda: sp.view("s"), lambda: sp.session("t")),
+    ]
+    for call in calls:
+        with pytest.raises(spool.SessionStateError, match="was closed; open it again"):
+            call()
+    sp.close()
+
+
+def test_an_empty_step_id_is_refused(sp):
+    with pytest.raises(InputError, match="step_id of step '' of session 's' is empty"):
+        add(sp.session("s"), step_id="")
+
+
+@pytest.mark.parametrize(("dtype", "meant"), [("float", "float32"), ("bf16", "bfloat16"), ("unit8", "uint8")])
+def test_a_dtype_that_is_close_is_suggested(dtype, meant):
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        spool.FieldSpec(name="x", dtype=dtype, align="token")
+
+
+def test_the_module_shows_its_own_names_only():
+    shown = {name for name in dir(spool) if not name.startswith("__")}
+    assert shown == {*spool.__all__, "engines", "importers", "testing"}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import multiprocessing
+import os
 import random
 import threading
 import time
@@ -23,6 +24,7 @@ spawn = multiprocessing.get_context("spawn")
 
 N_SESSIONS = 500
 N_TURNS = 3 * SOAK
+N_THREADS = min(32, 2 * (os.cpu_count() or 1) + 2)  # as many as Spool has for the async twins
 TIMEOUT_S = 60 * SOAK
 
 
@@ -58,6 +60,30 @@ def machine_noise():
     ours.send("stop")
     late_s += ours.recv()
     process.join(60)
+
+
+def bare_loop(n_threads):
+    """Return how late an event loop wakes up beside threads that do a little Python now and then, without Spool."""
+    stop = threading.Event()
+
+    def idle():
+        while not stop.wait(0.001):
+            sum(range(1000))
+
+    async def wait():
+        async with Ticker() as ticker:
+            await asyncio.sleep(1.5)
+        return ticker.late_s
+
+    threads = [threading.Thread(target=idle) for _ in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    try:
+        return asyncio.run(wait())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def report(what, late_s):
@@ -121,9 +147,12 @@ def test_500_live_sessions_append_at_once_and_the_loop_stays_free(sp):
     # What a thousand other tests left behind is no proxy's garbage: a full collection of it stops every thread.
     gc.collect()
     gc.freeze()
+    bare_s = bare_loop(N_THREADS)
     with machine_noise() as noise_s:
         sessions, late_s = asyncio.run(asyncio.wait_for(drive(sp, cancelled), TIMEOUT_S))
+    bare_s += bare_loop(N_THREADS)  # before and after: what else the machine does may change meanwhile
     noise_p99, noise_worst = report("the machine", noise_s)
+    bare_p99, bare_worst = report(f"a bare event loop beside {N_THREADS} threads", bare_s)
     p99, worst = report(f"the event loop of {N_SESSIONS} sessions", late_s)
     assert cancelled
     held = [(number, ref) for number, s in enumerate(sessions) for ref in s.steps]
@@ -139,8 +168,9 @@ def test_500_live_sessions_append_at_once_and_the_loop_stays_free(sp):
         assert_array_equal(sample["logprobs"], sent["logprobs"])
     listed = {(row.session_id, ref.step_id) for row in sp.sessions() for ref in sp.steps(row.session_id)}
     assert listed == {(f"live-{number}", f"turn-{turn}") for number, turn in present}
-    assert p99 < 0.010 + noise_p99
-    assert worst < 0.100 + noise_worst
+    # Spool's threads want the interpreter too, one after the other, and each may be put off as the bare loop was.
+    assert p99 < 0.010 + 4 * max(noise_p99, bare_p99)
+    assert worst < 0.100 + 4 * max(noise_worst, bare_worst)
 
 
 def big_step(number):

@@ -732,7 +732,7 @@ def test_only_a_large_read_of_several_ranges_is_shared_with_threads(monkeypatch)
         read_into(key, offset, buffers)
 
     monkeypatch.setattr(store, "read_into", look)
-    reader = Reader(store, threads=4)
+    reader = Reader([HotTier(store)], threads=4)
     slices = [slice(start, start + 300) for start in range(0, 12_000, 1000)]
     (sample,) = reader.read([ref], tokens=[slices], fields=["big"])
     assert np.array_equal(sample["big"], np.concatenate([rows[part] for part in slices]))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from spool import retention
 from spool.catalog import PackRow, PackUse, SessionEnd
-from spool.errors import ConfigError
-from spool.retention import Policy, decide, eviction_plan, over, parse_policy
+from spool.retention import Policy, decide, eviction_plan, over
 
 DAY = 86_400.0
 RELEASED = Policy(released=True)
@@ -134,26 +132,6 @@ def test_bytes_are_those_that_are_there():
     uses = [use(n, "a", state=state, hot=10, stored=7) for n, state in enumerate(("spilled", "evicted"))]
     uses += [use(2, "a", hot=10), use(3, "a", hot=None)]
     assert [decision.n_bytes for decision in decide(uses, {"a": OVER}, RELEASED, now=DAY)] == [17, 7, 10, 0]
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("keep", Policy()),
-        ("released", RELEASED),
-        ("age=90", Policy(age_s=90.0)),
-        ("released,age=7d", Policy(released=True, age_s=7 * DAY)),
-        ("age=1.5h, released", Policy(released=True, age_s=5400.0)),
-    ],
-)
-def test_policies_are_read(text, policy):
-    assert parse_policy(text) == policy
-
-
-@pytest.mark.parametrize("text", ["", "all", "keep,released", "age", "age=", "age=-1", "age=7w", "released;age=1d"])
-def test_what_is_no_policy_is_refused(text):
-    with pytest.raises(ConfigError, match="retention is keep"):
-        parse_policy(text)
 
 
 # -- all together ----------------------------------------------------------------------------------------------------

@@ -1206,3 +1206,50 @@ def test_rule_17_empty_aborted_and_zero_length_things_come_back_as_they_were(sp)
     nothing = session(sp, "nothing").finalize(outcome="aborted")
     assert nothing == []
     assert {row.session_id for row in sp.sessions()} == {"s", "nothing"}
+
+
+@pytest.mark.parametrize("align", ["token", "forward"])
+@pytest.mark.parametrize("ragged", [True, False])
+def test_rows_on_both_sides_of_what_is_there_already_are_stored(sp, align, ragged):
+    spec = spool.FieldSpec(name="kept", dtype="int32", align=align, ragged=ragged, shape=() if ragged else (1,))
+
+    def rows(tokens):
+        n = len(tokens) - (align == "forward")
+        return [[t] * (1 + ragged * (t % 3)) for t in tokens[:n]]
+
+    s, a = sp.session("x", fields=[spec]), list(range(300))
+    b = [*a[:280], 999]
+    s.append(prompt_token_ids=a[:1], response_token_ids=a[1:2])
+    s.append(prompt_token_ids=a, response_token_ids=[900], fields={"kept": rows([*a, 900])})
+    s.append(prompt_token_ids=b, response_token_ids=[901])
+    last = [*b, 901, 5, 902]
+    ref = s.append(prompt_token_ids=last[:-1], response_token_ids=last[-1:], fields={"kept": rows(last)})
+    got = sp.read(ref, fields=["kept"])["kept"]
+    if ragged:
+        got = np.split(got.values, got.offsets[1:-1])
+    assert [row.tolist() for row in got] == rows(last)
+    assert sp.verify(deep=True).findings == ()
+
+
+def test_rule_13_a_step_id_stands_for_all_of_a_step(sp):
+    s = session(sp)
+    root = add(s, [1, 2], [3], step_id="root")
+    other = add(s, [7, 8], [9], step_id="other")
+    said = {
+        "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}], "finish_reason": None,
+        "metadata": {"node": 1}, "parent": "root", "units": [("image", 3, 1)], "weight_version": "1",
+        "routed_experts": None,
+    }  # fmt: skip
+    ref = add(s, [1, 2, 3, 4], [5], step_id="x", **said)
+    for same in (said, {**said, "parent": root}, {**said, "parent": 0}):
+        assert add(s, [1, 2, 3, 4], [5], step_id="x", **same) == ref
+    joined = json.dumps({"role": "user", "content": "a"}, separators=(",", ":"))
+    for change in [
+        {"finish_reason": "None"}, {"finish_reason": ""}, {"metadata": {"node": 2}}, {"metadata": None},
+        {"parent": None}, {"parent": other}, {"units": [("image", 3, 2)]}, {"units": ()}, {"weight_version": "2"},
+        {"messages": [*said["messages"], {"name": "t"}], "tools": None}, {"tools": None},
+        {"messages": [], "tools": [json.loads(joined), {"name": "t"}]},
+    ]:  # fmt: skip
+        with pytest.raises(StepConflictError):
+            add(s, [1, 2, 3, 4], [5], step_id="x", **{**said, **change})
+    assert len(s.steps) == 3

@@ -344,10 +344,10 @@ def test_transactions_hide_roll_back_and_settle():
     assert pair.append(plain(1, 2, 3, 4, 6), plain(5), transaction="T").parent == 1
     pair.rollback("T")
     assert pair.state.visible("T") == [0, 2]
-    assert pair.append(plain(1, 2, 3, 4), plain(7)).index == 3
+    assert pair.append(plain(1, 2, 3, 4), plain(7)).index == 4
     pair.append(plain(8), plain(9), transaction="U")
     pair.settle("U")
-    assert pair.state.visible() == [0, 2, 3, 4]
+    assert pair.state.visible() == [0, 2, 4, 5]
     pair.check_steps(pair.replayed())
 
 

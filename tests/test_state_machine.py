@@ -25,6 +25,9 @@ LOOKS = [
 ]
 TURNS = ["extend", "extend", "extend", "branch", "branch", "retry", "retry", "trim", "rewrite", "long", "abort"]
 LONG = counting(600)
+KEPT = spool.FieldSpec(name="kept", dtype="int32", align="token", ragged=True)
+SEEN = spool.FieldSpec(name="seen", dtype="int64", align="token")
+USER = (KEPT, SEEN)
 
 token = st.integers(1, 4)
 tokens = st.lists(token, max_size=5)
@@ -95,7 +98,7 @@ class SpoolMachine(RuleBasedStateMachine):
     @rule(prefer=st.sampled_from(["first", "last"]), trim=st.integers(0, 1))
     def open_session(self, prefer, trim):
         name = f"session {len(self.sessions)}"
-        keywords = {"prefer": prefer, "trim": trim, "experts": SHAPE}
+        keywords = {"prefer": prefer, "trim": trim, "experts": SHAPE, "fields": USER}
         live = self.sp.session(session_id=name, **keywords)
         self.sessions[name] = _Recorded(live, OracleSession(prefer=prefer, trim=trim), keywords)
 
@@ -172,6 +175,7 @@ class SpoolMachine(RuleBasedStateMachine):
             "finish_reason": data.draw(st.sampled_from([None, "stop", "length", "tool_calls"]), label="reason"),
             "messages": [{"role": "user", "content": str(t)} for t in whole[:40]],
             "step_id": data.draw(st.sampled_from([None, f"id-{index}"]), label="step_id"),
+            "fields": {spec.name: user_rows(spec, whole) for spec in self.draw_fields(data)},
         }
         step = session.oracle.append(
             prompt, response, rows=rows, start=start, logprobs=sent["logprobs"], loss_mask=sent["loss_mask"],
@@ -208,6 +212,10 @@ class SpoolMachine(RuleBasedStateMachine):
             array[[hole for hole in holes if hole < n]] = -1
         rows = [GAP if (row < 0).all() else row.tobytes() for row in array]
         return array, start, rows
+
+    def draw_fields(self, data):
+        """Return the user's fields that come with a step: what one leaves out, the next may send behind the hole."""
+        return data.draw(st.sampled_from([(), (), USER, (KEPT,), (SEEN,)]), label="fields")
 
     def draw_mask(self, data, prompt, response):
         bits = data.draw(
@@ -359,6 +367,8 @@ class SpoolMachine(RuleBasedStateMachine):
         elif step.mask:
             np.testing.assert_array_equal(sample["logprobs"], sent["logprobs"])
         check_rows(sample.get("routed_experts"), step.rows, None)
+        for spec in USER:
+            check_user_rows(sample.get(spec.name), user_rows(spec, step.tokens), sent=spec.name in sent["fields"])
         gaps = {GAP in row for row in step.rows if len(row) == 1}
         if True in gaps:
             try:
@@ -397,7 +407,7 @@ class SpoolMachine(RuleBasedStateMachine):
         assert sample["token_ids"].tolist() == segment.tokens
         if exact:
             assert sample["loss_mask"].tolist() == segment.mask
-            assert ref.trainable_tokens == sum(segment.trained)
+            assert ref.trainable_tokens == sum(segment.mask)
         logprobs = [FILL if value is GAP else value for value in segment.logprobs]
         if "logprobs" in sample:
             np.testing.assert_array_equal(sample["logprobs"], np.array(logprobs, np.float32))
@@ -410,6 +420,23 @@ class SpoolMachine(RuleBasedStateMachine):
         assert versions[segment.response_start :] == segment.versions
 
 
+def user_rows(spec, tokens):
+    """Return rows of a user's field that depend on the tokens up to theirs; none is empty or `FILL`."""
+    hashes = [int(each) & 0x7FFFFFFF for each in prefix_hashes(tokens)]
+    return [list(range(each % 99991, each % 99991 + 1 + each % 3)) for each in hashes] if spec.ragged else hashes
+
+
+def check_user_rows(got, expected, *, sent):
+    """Rows are those of their tokens, or missing where the step did not send them; None where nobody sent any."""
+    if got is None:
+        assert not sent or not expected
+        return
+    rows = got.tolist() if isinstance(got, np.ndarray) else [part.tolist() for part in np.split(*got[:1], got[1][1:-1])]
+    if len(expected) or rows != [[]]:
+        for row, wanted in zip(rows, expected, strict=True):
+            assert row == wanted or (not sent and row in ([], FILL))
+
+
 def check_timeline(session, refs):
     """Only of whole steps do the rules say exactly what becomes of them."""
     by_step = {ref.steps: ref for ref in refs}
@@ -420,7 +447,7 @@ def check_timeline(session, refs):
             continue
         ref = by_step[(step.index,)]
         assert (ref.n_tokens, ref.response_start) == (len(step.tokens), step.n_prompt)
-        assert ref.trainable_tokens == len(step.mask)
+        assert ref.trainable_tokens == sum(step.mask)
 
 
 def check_rows(got, expected, layers):

@@ -29,6 +29,7 @@ from writing import (
     together,
 )
 
+from spool import locks
 from spool.errors import CapacityError, ConfigError, InputError, LockedError, SessionStateError, StorageError
 from spool.formats import records
 from spool.formats.frames import decode_event, encode_event, scan
@@ -59,7 +60,7 @@ def test_a_new_stream_is_locked_described_and_whole(tmp_path):
     with pytest.raises(LockedError, match="exactly one"):
         lock_folder(folder(tmp_path, writer.name))
     writer.close()
-    os.close(lock_folder(folder(tmp_path, writer.name)))
+    locks.release(lock_folder(folder(tmp_path, writer.name)))
 
 
 def test_a_stream_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
@@ -794,7 +795,7 @@ def test_a_forked_child_never_writes_into_its_parents_stream(tmp_path):
             put(own, data(SMALL, 1, 10))
             own.close()
             try:
-                os.close(lock_folder(folder(tmp_path, writer.name)))
+                locks.release(lock_folder(folder(tmp_path, writer.name)))
                 said += " but unlocked"
             except LockedError:
                 pass
@@ -831,7 +832,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     name = child.stdout.readline().decode().strip()
     child.wait()
-    os.close(lock_folder(folder(tmp_path, name)))
+    locks.release(lock_folder(folder(tmp_path, name)))
     child.stdin.close()
     child.stdout.close()
 

@@ -545,7 +545,7 @@ def test_grants_are_whole_and_refusals_take_nothing():
     assert caught.value.details["used"] == GRANT_BYTES + 1
     grants.put_back(GRANT_BYTES)
     grants.settle(1, 0)
-    grants.close()
+    grants.give_back()
     assert space.reserved == 0
 
 

@@ -12,6 +12,8 @@ import pytest
 from tiers import assert_same, record, wait_for
 
 import spool
+from spool.spiller.elect import is_running
+from spool.spiller.evict import evict
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -64,6 +66,7 @@ def test_what_was_published_reads_the_same_from_everywhere(open_pair, cold, tmp_
         assert_same(pickle.loads(done.stdout), wanted)
 
     sp.close()
+    wait_for(lambda: not is_running(str(tmp_path / "hot")), what="the spiller's end")
     shutil.rmtree(tmp_path / "hot")
     with spool.open(cold) as there:
         assert_same(there.read(segments), wanted)
@@ -76,8 +79,6 @@ def test_evicted_packs_are_read_from_the_cold_root_unnoticed(open_pair, cold, tm
     messages = sp.messages(segments[0])
     sp.publish(segments, timeout_s=60)
     (row,) = sp._catalog.packs.rows("spilled")
-    from spool.spiller.evict import evict
-
     evict(str(tmp_path / "hot"), sp._catalog, row.stream, row.pack)
     assert not any(name.endswith("0/0/0") for name in os.listdir(tmp_path / "hot" / "streams" / row.stream))
     live = record(sp, "b")
@@ -115,7 +116,7 @@ def test_released_packs_go_and_say_so(open_pair, cold):
 
 
 def test_a_trainer_without_a_hot_root_annotates_and_releases(open_pair, cold):
-    sp = open_pair()
+    sp = open_pair(retention="keep")  # what is released stays to be looked at
     segments = record(sp, "a")
     sp.publish(segments, timeout_s=60)
     with spool.open(cold) as trainer:

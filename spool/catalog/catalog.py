@@ -10,6 +10,7 @@ from typing import Any, Literal
 from spool.catalog import forget, query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
+from spool.catalog.fold import decode_event
 from spool.catalog.history import session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
 from spool.catalog.packs import Packs
@@ -17,7 +18,7 @@ from spool.catalog.rows import Located, LogItem, LogState, Place, Release, Sessi
 from spool.catalog.schema import GONE, DamagedError
 from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
 from spool.errors import StorageError
-from spool.model.events import Attached
+from spool.model.events import Attached, StepCommitted
 from spool.model.refs import SegmentRef
 
 _OPENINGS = 3
@@ -300,6 +301,20 @@ class Catalog:
         """
         sid = self._sid(session_id)
         return session_events(self._run, sid) if sid is not None else []
+
+    def steps_at(self, session_id: str, index: int) -> list[StepCommitted]:
+        """Return the steps that are recorded under an index, withdrawn ones too: mostly one, or none."""
+        sid = self._sid(session_id)
+        found = self._run("SELECT event FROM events WHERE sid = ? AND slot = ?", (sid, index)) if index >= 0 else []
+        events = [decode_event(data) for (data,) in found]
+        return [event for event in events if isinstance(event, StepCommitted)]
+
+    def newest_late(self, session_id: str) -> float:
+        """Return when the newest late fact or array of a session was recorded, seconds since the epoch; 0 if none."""
+        each = "SELECT at FROM {} WHERE sid = ?1"
+        sql = f"SELECT max(at) FROM ({each.format('facts')} UNION ALL {each.format('attachments')})"  # noqa: S608
+        sid = self._sid(session_id)
+        return (self._run(sql, (sid,))[0][0] or 0.0) if sid is not None else 0.0
 
     def facts(self, session_id: str, segment: str | None = None) -> dict[str, Any]:
         """Return the late facts of a session, or those given to one of its segments, by its key."""

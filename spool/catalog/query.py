@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -43,10 +43,17 @@ _RELEASED = "EXISTS(SELECT 1 FROM releases r WHERE r.sid = g.sid AND r.target = 
 _OWN_SESSION = (*_PLAIN, "state", "reward")
 _OWN_SEGMENT = (*_SHARED, *_OF_SEGMENT, "index", "released", "reward")
 
+_TIMES = ("opened_at", "last_at", "finished_at")
+_NUMBERS = ("sample_index", "rollout_step", "attempt", "trim", "idle_s", "n_steps", "n_tokens", "n_generated",
+            "n_segments", "n_nonfinite", "count", "n_rows", "response_start", "response_length", "trainable_tokens",
+            "cut_tokens", "superseded", "index", "released", "reward")  # fmt: skip
+_KINDS: dict[str, Literal["number", "time"]] = {**dict.fromkeys(_NUMBERS, "number"), **dict.fromkeys(_TIMES, "time")}
+
 SESSION = Columns(
     {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'")},
     _FACT,
     {name: "segments" for name in _OWN_SEGMENT if name not in _OWN_SESSION},
+    _KINDS,
 )
 SEGMENT = Columns(
     {
@@ -58,6 +65,7 @@ SEGMENT = Columns(
     },
     _SEGMENT_FACT,
     {name: "sessions" for name in _OWN_SESSION if name not in _OWN_SEGMENT},
+    _KINDS,
 )
 
 MOST_NAMES = 100

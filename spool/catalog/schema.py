@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from functools import partial
 
 import apsw
 
+from spool import locks
 from spool.catalog.rows import PackState
-from spool.errors import IntegrityError
+from spool.errors import IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
 VERSION = 2
@@ -113,11 +113,17 @@ class DamagedError(IntegrityError):
 
 
 def identity(path: str) -> Identity | None:
-    """Return device and inode of the file at ``path``, or None where there is none."""
+    """Return device and inode of the file at ``path``, or None where there is none.
+
+    Raises:
+        StorageError: it cannot be looked at.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageError(f"cannot look at {path}: {error.strerror}; check the disk", path=path) from error
     return found.st_dev, found.st_ino
 
 
@@ -213,11 +219,10 @@ def move_aside(path: str, damaged: Identity) -> str | None:
         The new path; None where another process moved the file first.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = locks.wait_for(path)
     except FileNotFoundError:
         return None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
         if identity(path) != damaged:
             return None
         n = 0
@@ -230,4 +235,4 @@ def move_aside(path: str, damaged: Identity) -> str | None:
                 os.rename(path + suffix, target + suffix)
         return target
     finally:
-        os.close(fd)
+        locks.release(fd)

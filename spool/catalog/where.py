@@ -12,15 +12,17 @@
     unary := "-" unary | number | 'text' | true | false | name | "(" or ")"
 
 A name is a column, or else a late fact; `check_names` refuses one that is neither. Null follows SQL: it is neither
-equal to nor different from anything.
+equal to nor different from anything. A column of numbers is compared with no text; one of times takes text that is a
+date or time of ISO 8601, in UTC where it does not say.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from difflib import get_close_matches
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from spool.arguments import refused
 from spool.errors import InputError
@@ -29,6 +31,9 @@ MAX_DEPTH = 64
 MAX_TOKENS = 20_000
 MAX_OPERATORS = 400
 MAX_TEXT = 10_000
+
+CLOSE = 0.75
+"""How much alike names must be for one to be suggested for the other."""
 
 Value = int | float | str
 
@@ -40,7 +45,8 @@ _TOKEN = re.compile(
       | (?P<symbol><=|>=|<>|!=|==|[=<>(),+\-*/%])""",
     re.VERBOSE,
 )
-_KEYWORDS = frozenset({"and", "or", "not", "in", "like", "between", "is", "null", "true", "false"})
+NAME = re.compile(r"[^\W\d]\w*")
+KEYWORDS = frozenset({"and", "or", "not", "in", "like", "between", "is", "null", "true", "false"})
 _COMPARE = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 
 
@@ -51,24 +57,27 @@ class Columns(NamedTuple):
         known: SQL expression by column name.
         fact: SQL expression with one ``?``, the name of a late fact.
         others: whose columns other names are, for errors.
+        kinds: of columns that hold numbers or times (seconds since the epoch) alone.
     """
 
     known: Mapping[str, str]
     fact: str
     others: Mapping[str, str] = {}
-
-
-class Filter(NamedTuple):
-    """An SQL condition and its parameters, in order."""
-
-    sql: str
-    values: tuple[Value, ...] = ()
+    kinds: Mapping[str, Literal["number", "time"]] = {}
 
 
 class _Token(NamedTuple):
     kind: str
     text: str
     at: int
+
+
+class Filter(NamedTuple):
+    """An SQL condition and its parameters, in order; ``atom`` where it is a name or a text and nothing more."""
+
+    sql: str
+    values: tuple[Value, ...] = ()
+    atom: _Token | None = None
 
 
 def compile_where(text: str, columns: Columns) -> Filter:
@@ -105,8 +114,8 @@ def check_names(text: str, columns: Columns, is_fact: Callable[[str], bool], fac
 def _unknown(name: str, columns: Columns, facts: list[str]) -> str:
     if name in columns.others:
         return f"{name!r} is a column of {columns.others[name]}, and nothing here has a late fact of that name"
-    close = get_close_matches(name, [*columns.known, *facts], 1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    close = get_close_matches(name, [*columns.known, *facts], 1, CLOSE)
+    hint = f"; did you mean {close[0]}?" if close else f"; a text is written in single quotes, '{name}'"
     return f"{name!r} is no column, and nothing here has a late fact of that name (yet){hint}"
 
 
@@ -137,7 +146,7 @@ class _Parser:
             if match is None:
                 self.fail(at, self._strange(at))
             kind, found = str(match.lastgroup), match[0]
-            if kind == "name" and found.lower() in _KEYWORDS:
+            if kind == "name" and found.lower() in KEYWORDS:
                 kind, found = "keyword", found.lower()
             if kind != "space":
                 tokens.append(_Token(kind, found, at))
@@ -222,7 +231,8 @@ class _Parser:
         if symbol is not None:
             if self._peek("null"):
                 self.fail(self._tokens[self._next].at, "nothing equals null; write 'is null' or 'is not null'")
-            return self._join(left, _COMPARE[symbol], self._sum(depth))
+            right = self._sum(depth)
+            return self._join(self._fitting(right, left), _COMPARE[symbol], self._fitting(left, right))
         if self._take("is"):
             negated = self._take("not")
             self._expect("null")
@@ -239,17 +249,31 @@ class _Parser:
         right = self._sum(depth)
         if kind == "between":
             self._expect("and")
-            right = self._join(right, "AND", self._sum(depth), bare=True)
+            low, high = self._fitting(left, right), self._fitting(left, self._sum(depth))
+            right = self._join(low, "AND", high, bare=True)
         return self._join(left, operator, right)
 
     def _among(self, left: Filter, operator: str, depth: int) -> Filter:
         self._expect("(")
-        items = [self._sum(depth)]
+        items = [self._fitting(left, self._sum(depth))]
         while self._take(","):
-            items.append(self._sum(depth))
+            items.append(self._fitting(left, self._sum(depth)))
         self._expect(")")
         values = tuple(value for item in items for value in item.values)
         return self._join(left, operator, Filter(f"({', '.join(item.sql for item in items)})", values))
+
+    def _fitting(self, column: Filter, other: Filter) -> Filter:
+        """Return ``other`` as what ``column``, if it is one, can be compared with; refuse a text beside numbers."""
+        name, text = column.atom, other.atom
+        kind = self._columns.kinds.get(name.text) if name is not None and name.kind == "name" else None
+        if name is None or kind is None or text is None or text.kind != "text":
+            return other
+        seconds = _seconds(str(other.values[0])) if kind == "time" else None
+        if seconds is not None:
+            return Filter("?", (seconds,))
+        if kind == "time":
+            self.fail(text.at, f"{name.text} is a time: write seconds since the epoch, or '2026-01-31T12:00:00Z'")
+        return self.fail(text.at, f"{name.text} is a number, and this is a text; write numbers without quotes")
 
     def _sum(self, depth: int) -> Filter:
         found = self._term(depth)
@@ -276,13 +300,13 @@ class _Parser:
         if token.kind == "number":
             return Filter("?", (_number(token.text),))
         if token.kind == "text":
-            return Filter("?", (self._literal(token),))
+            return Filter("?", (self._literal(token),), token)
         if token.text in ("true", "false") and token.kind == "keyword":
             return Filter("?", (int(token.text == "true"),))
         if token.kind == "name":
             known = self._columns.known.get(token.text)
             if known is not None:
-                return Filter(known)
+                return Filter(known, atom=token)
             self.facts.setdefault(token.text, token.at)
             return Filter(self._columns.fact, (token.text,))
         return self.fail(token.at, f"expected a name, number or 'text', found {token.text or 'the end'!r}")
@@ -304,6 +328,14 @@ class _Parser:
         self._count()
         sql = f"{left.sql} {operator} {right.sql}"
         return Filter(sql if bare else f"({sql})", left.values + right.values)
+
+
+def _seconds(text: str) -> float | None:
+    try:
+        at = datetime.fromisoformat(text)
+        return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def _number(text: str) -> Value:

@@ -41,7 +41,7 @@ class _Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in VERBS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, VERBS, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(name, VERBS, n=2, cutoff=0.65)
             hint = f"did you mean {' or '.join(near)}?" if near else f"verbs are {', '.join(VERBS)}"
             raise click.UsageError(f"there is no verb {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
-from spool.cli.output import to_json
+from spool.cli.exits import Exit
+from spool.cli.output import say, to_json
 from spool.cli.places import find_refs, open_spool, parse_range, reference_arguments, split_arguments
+from spool.errors import StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from spool.handle import Spool
+    from spool.model.refs import SegmentRef, StepRef
     from spool.read.sample import Sample
 
 
@@ -38,12 +42,15 @@ def command(
     form: str,
     as_json: bool,
     output: str | None,
-) -> None:
+) -> int:
     """Print the arrays of sessions, steps or segments.
 
     JSON is an array with the fields of each reference; NaN and infinities are text in it. In an archive of several
     references names begin with the number of theirs (0/token_ids), and "refs" lists them. bfloat16 is written as its
     bits, ragged fields as values and offsets.
+
+    A field with rows that were never sent is left out, stderr says so, and the exit code is 1; where --field names it,
+    nothing is printed. --missing says what stands for such rows.
     """
     location, texts = split_arguments(args, "print")
     chosen, chosen_layers = parse_range(tokens, "--tokens"), parse_range(layers, "--layers")
@@ -51,25 +58,47 @@ def command(
         raise click.UsageError(f"--json and --format {form} exclude each other")
     if form != "json" and output is None and sys.stdout.isatty():
         raise click.UsageError(f"--format {form} is binary: give -o FILE, or redirect stdout")
+    left_out: list[str] = []
     with open_spool(location) as sp:
         refs = find_refs(sp, texts)
         if form == "raw" and (len(refs) != 1 or len(fields) != 1):
             raise click.UsageError(
                 f"--format raw takes one reference and one --field, got {len(refs)} and {len(fields)}"
             )
-        samples = sp.read(
-            refs,
-            fields=list(fields) or None,
-            tokens=None if chosen is None else [chosen] * len(refs),
-            layers=chosen_layers,
-            dtype="stored" if stored else "train",
-            missing="error" if missing is None else missing,
-        )
+        options: dict[str, Any] = {
+            "layers": chosen_layers,
+            "dtype": "stored" if stored else "train",
+            "missing": "error" if missing is None else missing,
+        }
+        if fields:
+            samples = sp.read(refs, fields=fields, tokens=None if chosen is None else [chosen] * len(refs), **options)
+        else:
+            samples = [_without_gaps(sp, ref, left_out, tokens=chosen, **options) for ref in refs]
     if output is None:
         _WRITE[form](samples, sys.stdout.buffer)
     else:
-        with open(output, "wb") as target:
-            _WRITE[form](samples, target)
+        try:
+            with open(output, "wb") as target:
+                _WRITE[form](samples, target)
+        except OSError as error:
+            raise StorageError(f"cannot write {output!r}: {error.strerror or error}") from error
+    for gap in left_out:
+        say(f"spool: left out: {gap}; --missing NUMBER prints it all the same")
+    return Exit.FAILED if left_out else Exit.OK
+
+
+def _without_gaps(sp: Spool, ref: StepRef | SegmentRef, left_out: list[str], **options: Any) -> Sample:
+    """Read all fields of a reference but those with missing rows; add to ``left_out`` what is wrong with these."""
+    from spool.errors import GapError
+    from spool.read.lookup import names_of
+
+    names = names_of(ref, None)
+    while True:
+        try:
+            return sp.read(ref, fields=names, **options)
+        except GapError as error:
+            names.remove(str(error.details["field"]))
+            left_out.append(str(error).partition("; leave it out")[0])
 
 
 def _id(sample: Sample) -> str:

@@ -36,6 +36,23 @@ _CODES: tuple[tuple[type[Exception], Exit], ...] = (
 )
 
 
+_SAID = (
+    (
+        "leave it out (fields=), pass missing=<number> to have them filled",
+        "name other fields with --field, or pass --missing NUMBER to have them filled",
+    ),
+    (", or take the segment from view(gaps='cut')", ""),
+    (
+        "Store the field (?fields=), attach it, or pass missing=<number>",
+        "Name others with --field, or pass --missing NUMBER",
+    ),
+    ("missing=<number>", "--missing NUMBER"),
+    (": restore it from a copy, or look at what is there with verify='never'", ": restore it from a copy"),
+    ("take another value, or dtype='train'", "take another --missing, or leave out --stored"),
+)
+"""What errors advise in Python, and what does the same on the command line."""
+
+
 def report(error: BaseException) -> Exit:
     """Print ``error`` on stderr and return its exit code; an unforeseen one keeps its traceback."""
     if isinstance(error, KeyboardInterrupt | click.Abort):
@@ -54,7 +71,10 @@ def report(error: BaseException) -> Exit:
         raise error
     if isinstance(error, OSError) and not isinstance(error, errors.SpoolError):
         hush()
-    say(f"spool: {getattr(error, 'kind', 'storage')}: {error}")
+    said = str(error)
+    for python, here in _SAID:
+        said = said.replace(python, here)
+    say(f"spool: {getattr(error, 'kind', 'storage')}: {said}")
     return code
 
 

@@ -33,6 +33,9 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
     runs; a file named itself counts as inside its folder. Importing the same again changes nothing, but the same data
     by another SOURCE (a copy, a folder above or below) has other ids, and is another import.
 
+    Links to folders are not followed, and said. stderr also says how many sessions have messages only, since their
+    source has no token ids.
+
     The tokens of a routing archive after its last assistant turn belong to no step and are not recorded; stderr says of
     which sessions, and how many.
     """
@@ -40,7 +43,7 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
     if not os.path.exists(source):
         raise NotFoundError(f"there is no file or folder {source!r} to import", path=source)
-    facts, dropped = _parsed(source, form) if dry_run else _recorded(source, location, form)
+    facts, dropped, bare = _parsed(source, form) if dry_run else _recorded(source, location, form)
     if as_json:
         write_json(facts)
     else:
@@ -50,6 +53,9 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
                 say(f"{verb}: {where}: {reason if verb == 'failed' else reason.partition('; known forms')[0]}")
         write_line(", ".join(f"{len(found)} {verb}" for verb, found in facts.items()))
     _say_dropped(dropped)
+    if bare:
+        n = sum(len(facts[verb]) for verb in ("imported", "unchanged", "parsed") if verb in facts)
+        say(f"{bare} of {n} sessions have messages only: no token ids in the source")
     return Exit.FAILED if facts["failed"] else Exit.OK
 
 
@@ -60,7 +66,7 @@ def _say_dropped(dropped: Dropped) -> None:
         say(f"dropped: {sum(dropped.values())} tokens of {len(dropped)} sessions are in no step")
 
 
-def _recorded(source: str, location: str | None, form: str | None) -> tuple[Facts, Dropped]:
+def _recorded(source: str, location: str | None, form: str | None) -> tuple[Facts, Dropped, int]:
     from spool.handle import open  # noqa: A004
     from spool.importers import import_runs, read_runs
 
@@ -74,21 +80,23 @@ def _recorded(source: str, location: str | None, form: str | None) -> tuple[Fact
         "failed": {failure.where: str(failure.error) for failure in report.failed},
         "ignored": {found.where: found.reason for found in report.ignored},
     }
-    return facts, report.dropped
+    return facts, report.dropped, len(report.messages_only)
 
 
-def _parsed(source: str, form: str | None) -> tuple[Facts, Dropped]:
+def _parsed(source: str, form: str | None) -> tuple[Facts, Dropped, int]:
     from spool.importers import Failure, Ignored, read_runs
 
     facts: Facts = {"parsed": {}, "failed": {}, "ignored": {}}
     dropped: Dropped = {}
+    bare = 0
     for found in read_runs(source, form=form):
         if isinstance(found, Failure):
             facts["failed"][found.where] = str(found.error)
         elif isinstance(found, Ignored):
             facts["ignored"][found.where] = found.reason
         else:
+            bare += found.messages_only
             facts["parsed"][found.session_id] = f"{len(found.steps)} steps"
             if found.n_tokens_dropped:
                 dropped[found.session_id] = found.n_tokens_dropped
-    return facts, dropped
+    return facts, dropped, bare

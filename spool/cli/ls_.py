@@ -10,7 +10,10 @@ from spool.cli.places import location_argument, open_spool
 
 @click.command("ls")
 @location_argument
-@click.option("--where", help="A filter such as \"reward > 0.5 and source = 'swe'\".")
+@click.option(
+    "--where",
+    help="A filter such as \"reward > 0.5 and source = 'swe'\".",
+)
 @click.option("--all", "discarded", is_flag=True, help="List discarded sessions too.")
 @click.option("--segments", is_flag=True, help="List segments instead of sessions.")
 @click.option("--view", type=click.Choice(["lineage", "timeline"]), help="List the segments of this view.")
@@ -20,7 +23,8 @@ def command(
 ) -> None:
     """List sessions, oldest first, or segments of finalised sessions.
 
-    A terminal shows the columns that fit; elsewhere and in JSON all are there.
+    A terminal shows the columns that fit. Elsewhere lines are tab-separated, with all these columns; JSON has every
+    fact. NaN and infinities are text in it.
     """
     with open_spool(location) as sp:
         from spool.cli.facts import SEGMENT_COLUMNS, SESSION_COLUMNS, segment_facts, session_facts

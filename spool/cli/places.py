@@ -138,6 +138,8 @@ def _segment(sp: Spool, text: str) -> list[Found]:
     session_id, _, rest = text.rpartition("@")
     name, _, index = rest.partition("/")
     view = next((view for view in _VIEWS if view == name), None)
+    if view is None and _INDEX.fullmatch(index) and is_session(sp, session_id):
+        raise NotFoundError(f"session {session_id!r} has no view {name!r}; views are {', '.join(_VIEWS)}", ref=text)
     if view is None or not _INDEX.fullmatch(index) or not is_session(sp, session_id):
         return []
     segments = sp.view(session_id, view)

@@ -34,9 +34,12 @@ _COLUMNS = (
 def command(location: str | None, dry_run: bool, as_json: bool) -> int:
     """Seal what dead writers left, and end idle sessions.
 
-    Ends of logs that were never finished are dropped. Live writers are left alone. Exits 5 where something that was
-    recorded cannot be saved, 1 where a stream cannot be recovered.
+    A lost spool.json is written again, with the id that the streams keep. Ends of logs that were never finished are
+    dropped. Live writers are left alone. Exits 5 where something that was recorded cannot be saved, 1 where a stream
+    cannot be recovered.
     """
+    if _restored(location, dry_run=dry_run) and dry_run:
+        return Exit.OK
     with open_spool(location, readonly=dry_run) as sp:
         idle = [row.session_id for row in sp.sessions(f"state = 'open' and last_at + idle_s < {time.time():.3f}")]
         found = [msgspec.structs.asdict(item) for item in sp.recover(dry_run=dry_run)]
@@ -49,6 +52,19 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> int:
     if any(row["shortfalls"] or row["damaged_bytes"] for row in rows):
         return Exit.INTEGRITY
     return Exit.FAILED if any(row["error"] for row in rows) else Exit.OK
+
+
+def _restored(location: str | None, *, dry_run: bool) -> bool:
+    from spool.config import default_location, parse_uri
+    from spool.root import restore_identity
+
+    if location is None and default_location() is None:
+        return False
+    root = parse_uri(location).root
+    identity = None if root is None else restore_identity(root, dry_run=dry_run)
+    if identity is not None:
+        say(f"spool.json {'would be' if dry_run else 'is'} written again, with the id {identity.id}")
+    return identity is not None
 
 
 def _print(rows: list[dict[str, Any]], ended: list[str], *, dry_run: bool) -> None:

@@ -33,7 +33,10 @@ _TABLES = ("steps", "segments", "messages")
 def command(args: tuple[str, ...], messages: bool, as_ref: bool, as_json: bool) -> None:
     """Show sessions, steps or segments.
 
-    Identity, lengths, weight versions, late facts, and what they are made of; names are those that ls --where takes.
+    Identity, lengths, weight versions, late facts, and what they are made of. What is printed of a session or a segment
+    are columns of ls --where, but for id, steps, fields, metadata and n_extents. n_prompt of a segment is
+    response_start there, version is first_version and last_version, and a fact is named alone, without "facts.". NaN
+    and infinities are text in JSON.
     """
     location, texts = split_arguments(args, "show")
     with open_spool(location) as sp:

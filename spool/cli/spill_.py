@@ -7,8 +7,11 @@ import threading
 
 import click
 
-from spool.cli.output import json_option
+from spool.cli.output import Column, json_option, write_rows
 from spool.cli.places import location_argument, open_spool
+from spool.spiller.elect import settle_in
+
+_COLUMNS = (Column("stream", "STREAM"), Column("pack", "PACK", "count"))
 
 
 @click.command("spill")
@@ -22,8 +25,13 @@ def command(
     location: str | None, follow: bool, until_idle: bool, dry_run: bool, lock_fd: int | None, as_json: bool
 ) -> None:
     """Bring sealed packs to the cold root, and evict, recover and collect on the way."""
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with open_spool(location, readonly=dry_run) as sp:
+        if dry_run:
+            found = [{"stream": stream, "pack": pack} for stream, packs in sp.backlog().items() for pack in packs]
+            write_rows(found, _COLUMNS, as_json=as_json)
+            return
+        settle_in(beside=lock_fd is not None)
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
         sp.spill(until_idle=until_idle or not follow, stop=stop, lock_fd=lock_fd)

@@ -259,13 +259,15 @@ def decode_base64(text: Text, *, skip: int = 0, what: str) -> NDArray[np.uint8]:
     """Decode standard base64, strictly, into one new buffer.
 
     Args:
-        text: base64 characters, padded, nothing else between or around them.
+        text: base64 characters, padded, nothing else between or around them but a last line end.
         skip: characters of ``text`` before the base64.
         what: names the payload in errors.
 
     Raises:
         PayloadError: a wrong length, a character that is not base64, or padding inside; names the position.
     """
+    if text[-1:] in ("\n", b"\n"):
+        text = text.rstrip()
     n_chars = len(text) - skip
     if n_chars % 4:
         raise PayloadError(

@@ -98,13 +98,31 @@ def encode_shard(layout: ColdLayout, rows: Buffer, *, workers: int = 1, into: Bu
     data = _as_bytes(rows)
     n_rows, odd = divmod(data.size, layout.spec.row_bytes)
     assert not odd and n_rows <= layout.shard_rows, f"{data.size} bytes are no rows of a shard of {layout}"
+    return encode_pieces(layout, [data], n_rows, workers=workers, into=into)
+
+
+def encode_pieces(
+    layout: ColdLayout, pieces: Iterable[Buffer], n_rows: int, *, workers: int = 1, into: Buffer | None = None
+) -> memoryview:
+    """`encode_shard` of rows that come in pieces, so that they are not in memory all at once.
+
+    Args:
+        layout: of the array.
+        pieces: consecutive rows, ``n_rows`` in all; each but the last holds whole chunks. One is done with when the
+            next is asked for.
+        n_rows: at most R.
+        workers, into: as `encode_shard`.
+    """
     room = layout.max_shard_bytes(n_rows)
     out = np.empty(room, np.uint8) if into is None else _as_bytes(into)[:room]
     assert out.size == room, f"{out.size} bytes do not take a shard of up to {room}"
     fill = _fill_raw if layout.codec == "raw" else _fill_zstd
-    sizes = fill(layout, data, out[layout.index_bytes :], workers)
-    out[: layout.index_bytes] = _index(layout, sizes)
-    return out[: layout.index_bytes + int(sizes.sum())].data
+    sizes, end = [np.empty(0, np.uint64)], layout.index_bytes
+    for piece in pieces:
+        sizes.append(fill(layout, _as_bytes(piece), out[end:], workers))
+        end += int(sizes[-1].sum())
+    out[: layout.index_bytes] = _index(layout, np.concatenate(sizes))
+    return out[:end].data
 
 
 def _index(layout: ColdLayout, sizes: npt.NDArray[np.uint64]) -> Bytes:
@@ -120,7 +138,7 @@ def _fill_raw(layout: ColdLayout, data: Bytes, out: Bytes, _: int) -> npt.NDArra
     """Write chunks and their checksums, in blocks that stay in the cache between the two."""
     chunk = layout.chunk_bytes
     n_chunks, (n_whole, left) = -(-data.size // chunk), divmod(data.size, chunk)
-    into = out.reshape(n_chunks, chunk + CRC_BYTES)
+    into = out[: n_chunks * (chunk + CRC_BYTES)].reshape(n_chunks, chunk + CRC_BYTES)
     whole = data[: n_whole * chunk].reshape(n_whole, chunk)
     if left:
         into[n_whole, :left] = data[n_whole * chunk :]

@@ -74,6 +74,11 @@ class ImportedRun(Struct, frozen=True, kw_only=True, eq=False):
     metadata: dict[str, Any] = {}
     n_tokens_dropped: int = 0
 
+    @property
+    def messages_only(self) -> bool:
+        """It has steps, and token ids of none."""
+        return bool(self.steps) and all(step.response_token_ids is None for step in self.steps)
+
 
 class Failure(Struct, frozen=True):
     """A run, or a file, that could not be imported; ``where`` is its session id or its path."""

@@ -49,6 +49,10 @@ def read_runs(path: str | os.PathLike[str], *, form: str | None = None) -> Itera
 def _read_folder(root: str, form: str | None) -> Iterator[ImportedRun | Failure | Ignored]:
     for folder, folders, names in os.walk(root):
         folders.sort()
+        for name in folders:
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                yield Ignored(_name(path, root), "a link to a folder, which is not followed; import its target itself")
         for name in sorted(names):
             path = os.path.join(folder, name)
             where = _name(path, root)

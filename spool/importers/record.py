@@ -35,6 +35,7 @@ class ImportReport(Struct, frozen=True):
         ignored: files of the folder that hold no runs.
         dropped: of the sessions in ``imported`` and ``unchanged``, how many tokens of the record are in no step, where
             there are any.
+        messages_only: those of the sessions in ``imported`` and ``unchanged`` whose source has no token ids.
     """
 
     imported: tuple[str, ...]
@@ -42,6 +43,7 @@ class ImportReport(Struct, frozen=True):
     failed: tuple[Failure, ...]
     ignored: tuple[Ignored, ...]
     dropped: dict[str, int] = {}
+    messages_only: tuple[str, ...] = ()
 
 
 def import_runs(
@@ -72,6 +74,7 @@ def import_runs(
     failed: list[Failure] = []
     ignored: list[Ignored] = []
     dropped: dict[str, int] = {}
+    messages_only: list[str] = []
     for found in read_runs(path, form=form):
         problem = found if isinstance(found, Failure) else None
         if isinstance(found, Ignored):
@@ -81,13 +84,15 @@ def import_runs(
                 (imported if record_run(found, sp) else unchanged).append(found.session_id)
                 if found.n_tokens_dropped:
                     dropped[found.session_id] = found.n_tokens_dropped
+                if found.messages_only:
+                    messages_only.append(found.session_id)
             except InputError as error:
                 problem = Failure(found.session_id, error)
         if problem is not None:
             failed.append(problem)
             if on_error is not None:
                 on_error(problem)
-    return ImportReport(tuple(imported), tuple(unchanged), tuple(failed), tuple(ignored), dropped)
+    return ImportReport(tuple(imported), tuple(unchanged), tuple(failed), tuple(ignored), dropped, tuple(messages_only))
 
 
 def record_run(run: ImportedRun, sp: Spool) -> bool:

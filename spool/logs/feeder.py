@@ -251,6 +251,10 @@ class LogFeeder:
         except FileNotFoundError:
             self._drop(name)
             return True
+        except SpoolError:  # some are OSErrors too
+            raise
+        except OSError as error:
+            raise map_os_error(error, what="list", path=folder) from error
         if known.evicted and time.monotonic() >= known.retry_at:
             self._feed_evicted(name, known)
         there = [self._feed_log(name, pack, known) for pack in known.logs]

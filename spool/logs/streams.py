@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+
+from spool import locks
+from spool.stores.local import map_os_error
 
 
 def stream_names(root: str) -> list[str]:
-    """Return the names of a root's streams, sorted; half-made ones (``.new-...``) are none."""
+    """Return the names of a root's streams, sorted; half-made ones (``.new-...``) are none.
+
+    Raises:
+        StorageError: they cannot be listed.
+    """
     try:
         with os.scandir(f"{root}/streams") as entries:
             return sorted(entry.name for entry in entries if entry.name[0] != "." and entry.is_dir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise map_os_error(error, what="list", path=f"{root}/streams") from error
 
 
 def log_path(root: str, stream: str, pack: int) -> str:
@@ -26,18 +34,16 @@ def records_path(root: str, stream: str, pack: int) -> str:
 
 
 def is_live(root: str, stream: str) -> bool:
-    """Whether a process holds the stream's lock, this one included."""
+    """Whether a process holds the stream's lock, this one included.
+
+    Raises:
+        StorageError: the lock file cannot be looked at.
+    """
+    path = f"{root}/streams/{stream}/lock"
     try:
-        fd = os.open(f"{root}/streams/{stream}/lock", os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+        return locks.is_taken(path)
+    except OSError as error:
+        raise map_os_error(error, what="open", path=path) from error
 
 
 def measure(root: str, stream: str) -> int:

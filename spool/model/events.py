@@ -58,6 +58,8 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
         messages: the rest, a JSON array; empty where no messages were given.
         tools_key: content key of the tool schemas, see `ToolsStored`.
         metadata: the caller's own JSON-able facts about the step.
+        cleared: which generated tokens the loss mask cleared, see `spool.formats.masks`; empty where none, or where the
+            mask is not stored.
     """
 
     session_id: str
@@ -82,6 +84,7 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
     messages: bytes = b""
     tools_key: str | None = None
     metadata: dict[str, Any] = {}
+    cleared: bytes = b""
 
 
 class ToolsStored(Struct, frozen=True, array_like=True, tag="tools"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,11 @@ DTYPES = (
     "bfloat16", "float16", "float32", "float64",
 )  # fmt: skip
 """Names of what can be stored; each number little-endian."""
+
+_ALIASES = {
+    "float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64", "bf16": "bfloat16",
+    "fp16": "float16", "fp32": "float32",
+}  # fmt: skip
 
 MAX_CHUNK_BYTES = 1 << 20
 MAX_CHUNK_ROWS = 4096
@@ -105,8 +111,10 @@ class FieldSpec(Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True
     def _check_dtype(self) -> None:
         for name in (self.dtype, *(() if self.train_dtype is None else (self.train_dtype,))):
             if name not in DTYPES:
+                near = get_close_matches(str(_ALIASES.get(str(name), name)), DTYPES, 1, 0.75)
+                hint = f"; did you mean {near[0]}?" if near else ""
                 raise ConfigError(
-                    f"field {self.name!r}: {name!r} is not one of the dtypes {', '.join(DTYPES)}", field=self.name
+                    f"field {self.name!r}: {name!r} is not one of the dtypes {', '.join(DTYPES)}{hint}", field=self.name
                 )
         if self.train_dtype is not None and not self._widens(self.train_dtype):
             raise ConfigError(

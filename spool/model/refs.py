@@ -53,12 +53,14 @@ class Span(Struct, frozen=True, array_like=True, gc=False):
         start: first token, in the tokens of the reference.
         stop: one past the last.
         trained: loss mask before clearing: False where another segment trains this prefix.
+        n_cleared: tokens that the step's loss mask cleared.
     """
 
     step: int
     start: int
     stop: int
     trained: bool = True
+    n_cleared: int = 0
 
 
 class VersionSpan(Struct, frozen=True, array_like=True, gc=False):
@@ -135,8 +137,8 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def trainable_tokens(self) -> int:
-        """Generated tokens that this reference trains, before ``loss_mask`` clears some."""
-        return sum(span.stop - span.start for span in self.spans if span.trained)
+        """Generated tokens that this reference trains: as many as its ``loss_mask`` has ones."""
+        return sum(span.stop - span.start - span.n_cleared for span in self.spans if span.trained)
 
     @property
     def version_span(self) -> tuple[str, str] | None:
@@ -241,4 +243,4 @@ def ref_from_json(text: str | bytes) -> StepRef | SegmentRef:
     try:
         return msgspec.json.decode(text, type=StepRef | SegmentRef)
     except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise InputError(f"this is not a reference: {error}") from error
+        raise InputError(f"this is not a reference, as to_json() and `spool show --ref` make them: {error}") from error

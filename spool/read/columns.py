@@ -124,7 +124,7 @@ class RaggedColumn:
         name, stream = self._view.spec.name, run.extent.stream
         extent = self._values[run.number] if run.number < len(self._values) else None
         n_values = extent.before + extent.n + extent.after if extent is not None else 0
-        if extent is None or first < 0 or last > n_values or (lengths < 0).any():
+        if extent is None or extent.stream != stream or first < 0 or last > n_values or (lengths < 0).any():
             raise IntegrityError(
                 f"end offsets of {name} in rows [{run.row}, {run.row + run.n}) of stream {stream} do not lead "
                 f"through the {n_values} values they belong to; reference or stream is damaged: run `spool verify`",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from spool.errors import GapError, InputError, NotFoundError
+from spool.errors import GapError, InputError, IntegrityError, NotFoundError
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS
-from spool.read.select import Gap, Range, Run, cover, inside_spans, positions
+from spool.read.select import Gap, Range, Run, cover, inside_spans, n_steps, positions
 from spool.read.streams import FieldView, Streams, builtin
 
 if TYPE_CHECKING:
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from spool.model.refs import Extent, Ref
 
 MASK = LOSS_MASK.name
+_CHECKED_ROWS = 1 << 20
+MOST = 1 << 31
+"""Tokens, rows and positions of a reference are fewer."""
+
 _BUILT_IN = {spec.name: builtin(spec) for spec in (TOKEN_IDS, LOGPROBS, LOSS_MASK)}
 
 
@@ -89,15 +93,46 @@ class Lookup:
                 return None
             raise _not_found(ref, name)
         align = view.spec.align
+        if extents:
+            _check_places(ref, view, extents)
         if not extents and not sparse:
             _, lost, _ = cover((), positions(align, ref, [(0, ref.n_tokens)]))
             if inside_spans(lost, ref) if align == "response" else any(gap.stop > gap.start for gap in lost):
                 raise _not_found(ref, name)
         runs, blanks, n = cover(extents, positions(align, ref, ranges, extents))
+        if n > _CHECKED_ROWS:  # before anybody makes room for so many
+            for run in runs:
+                (view.offsets or view.values)[run.extent.stream].locate(run.extent)
         gaps = inside_spans(blanks, ref) if align == "response" else blanks
         if gaps and not sparse:
             raise _gap(ref, view, gaps)
         return Selection(view, runs, blanks if align == "response" else [], gaps, n)
+
+
+def check_lengths(ref: Ref) -> None:
+    """Refuse a reference whose lengths no session has.
+
+    Raises:
+        IntegrityError: it is damaged.
+    """
+    if not 0 <= ref.response_start <= ref.n_tokens < MOST or not 0 <= ref.n_rows < MOST:
+        raise IntegrityError(
+            f"the reference of {ref.session_id!r} says {ref.n_tokens} tokens, {ref.n_rows} rows, response from "
+            f"{ref.response_start}: it is damaged; take it from the catalog again",
+            session_id=ref.session_id,
+        )
+
+
+def _check_places(ref: Ref, view: FieldView, extents: Sequence[Extent]) -> None:
+    """Refuse extents that stand for positions no field of the reference has; what lies between is cut to the rows."""
+    last = extents[-1]
+    most = n_steps(ref) if view.spec.align == "step" else MOST
+    if extents[0].position < 0 or last.position + last.n > most:
+        raise IntegrityError(
+            f"{name_of(ref)}: {view.spec.name} has rows for positions [{extents[0].position}, "
+            f"{last.position + last.n}): the reference is damaged; take it from the catalog again",
+            ref=name_of(ref), field=view.spec.name,
+        )  # fmt: skip
 
 
 def extents_of(ref: Ref, name: str) -> tuple[Extent, ...]:
@@ -139,8 +174,9 @@ def _gap(ref: Ref, view: FieldView, gaps: Sequence[Gap]) -> GapError:
     what = {"token": "tokens", "response": "generated tokens", "forward": "forward rows", "step": "steps"}
     rows = [[gap.start, gap.stop] for gap in gaps[:16]]
     shown = ", ".join(f"[{start}, {stop})" for start, stop in rows[:3]) + (", ..." if len(gaps) > 3 else "")
+    cut = ", or take the segment from view(gaps='cut')" if view.spec.align == "forward" else ""
     return GapError(
-        f"{name_of(ref)}: {view.spec.name} was never sent for {what[view.spec.align]} {shown}; pass missing=<number> "
-        "to have them filled, or take the segment from view(gaps='cut')",
+        f"{name_of(ref)}: {view.spec.name} was never sent for {what[view.spec.align]} {shown}; leave it out (fields=), "
+        f"pass missing=<number> to have them filled{cut}",
         field=view.spec.name, ref=name_of(ref), rows=rows, n_gaps=len(gaps),
     )  # fmt: skip

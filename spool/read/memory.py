@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from functools import partial
@@ -48,8 +50,13 @@ class Memory:
 
     def __init__(self, idle_bytes: int) -> None:
         self._limit = idle_bytes
-        self.idle_bytes = 0
+        self.forked()
+        _memories.add(self)
+
+    def forked(self) -> None:
+        """Start with nothing kept, and a lock of this process: in a forked child, before any of its code runs."""
         self._lock = threading.Lock()
+        self.idle_bytes = 0
         self._idle: list[tuple[int, int, mmap.mmap]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Dtype) -> NDArray[Any]:
@@ -63,14 +70,18 @@ class Memory:
         return np.ndarray(shape, dtype, buffer=owner)
 
     def _take(self, n_bytes: int) -> mmap.mmap | None:
-        """Return kept memory of that size, or up to a half more."""
-        with self._lock:
+        """Return kept memory of that size, or up to a half more; None where another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
             at = bisect_left(self._idle, (n_bytes,))
             if at == len(self._idle) or self._idle[at][0] > n_bytes * 3 // 2:
                 return None
             size, _, block = self._idle.pop(at)
             self.idle_bytes -= size
             return block
+        finally:
+            self._lock.release()
 
     def _give(self, block: mmap.mmap) -> None:
         """Keep memory, or let go of it where there is enough; runs wherever an array dies, so it never waits."""
@@ -94,3 +105,14 @@ def _map(n_bytes: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
+
+
+_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for memory in _memories:
+        memory.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

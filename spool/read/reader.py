@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from spool.errors import AbsentError, InputError, IntegrityError
+from spool.errors import AbsentError, InputError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
 from spool.read.fetch import Batch, Verify, Workers, execute, lost
-from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
+from spool.read.lookup import MASK, Lookup, Selection, check_lengths, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Sample
 from spool.read.select import Range, Run, Tokens, cover, plain_range, token_ranges
@@ -27,8 +27,6 @@ __all__ = ["ByteRange", "DtypeChoice", "Reader"]
 
 DtypeChoice = Literal["train", "stored"]
 Out = Mapping[str, Array]
-
-MOST_TOKENS = 1 << 31
 
 _DTYPES, _VERIFY = get_args(DtypeChoice), get_args(Verify)
 
@@ -136,6 +134,7 @@ class Reader:
             NotFoundError: a field was never sent.
             IntegrityError: bytes are missing.
         """
+        check_lengths(ref)
         lookup, found = Lookup(self._streams, [ref]), []
         ranges = token_ranges(tokens, ref.n_tokens)
         if layers is not None:
@@ -171,7 +170,7 @@ class Reader:
         if not view.spec.ragged:
             return [(view.values[run.extent.stream], run) for run in selection.runs]
         batch = Batch("never")
-        column = _ragged(ref, name, selection, batch)
+        column = _ragged(ref, name, _without_gaps(selection), batch)
         execute(batch, self._tiers, self._workers)
         values = [(view.values[run.extent.stream], run) for run in column.value_runs()]
         return [*((view.offsets[run.extent.stream], run) for run in column.end_runs()), *values]
@@ -194,12 +193,7 @@ class _Call(NamedTuple):
 
     def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out | None) -> dict[str, Any]:
         """Return the arrays of a reference, some of them late; what they need is in the batch."""
-        if not 0 <= ref.response_start <= ref.n_tokens < MOST_TOKENS or not 0 <= ref.n_rows < MOST_TOKENS:
-            raise IntegrityError(
-                f"the reference of {ref.session_id!r} says {ref.n_tokens} tokens, {ref.n_rows} rows, response from "
-                f"{ref.response_start}: it is damaged; take it from the catalog again",
-                session_id=ref.session_id,
-            )
+        check_lengths(ref)
         ranges = token_ranges(tokens, ref.n_tokens)
         names = names_of(ref, fields)
         unknown = out.keys() - names if out else None
@@ -276,6 +270,14 @@ class _Call(NamedTuple):
 
 def _ragged(ref: Ref, name: str, selection: Selection, batch: Batch) -> RaggedColumn:
     return RaggedColumn(selection.view, selection.runs, selection.n, ref.extents.get(f"{name}.values", ()), batch)
+
+
+def _without_gaps(selection: Selection) -> Selection:
+    runs, n = [], 0
+    for run in selection.runs:
+        runs.append(run._replace(to=n))
+        n += run.n
+    return selection._replace(runs=runs, n=n)
 
 
 def _one_each(what: str, given: Sequence[Any] | None, refs: Sequence[Ref]) -> Sequence[Any]:

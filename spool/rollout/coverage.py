@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from spool.errors import IntegrityError
+from spool.model.refs import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from spool.model.fields import FieldSpec
-    from spool.model.refs import Extent
 
 _position = attrgetter("position")
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spool.errors import IntegrityError, SessionStateError, StepConflictError
+from spool.formats.masks import cleared_before
 from spool.model.events import (
     Event,
     SessionDiscarded,
@@ -122,7 +123,7 @@ class SessionState:
 
     @property
     def next_index(self) -> int:
-        """Index of the next step. Never one that was used, but for those of steps that were rolled back."""
+        """Index of the next step: never one that was used, not even by a step that was rolled back."""
         return self._tree.next_index
 
     @property
@@ -133,6 +134,10 @@ class SessionState:
     def visible(self, transaction: Hashable | None = None) -> list[int]:
         """Return the indexes of the steps that are seen, ascending."""
         return self._tree.visible(transaction)
+
+    def is_pending(self, index: int) -> bool:
+        """Tell whether a step belongs to an open transaction."""
+        return self._tree.is_pending(index)
 
     def find(self, step_id: str, transaction: Hashable | None = None) -> StepCommitted | None:
         """Return the step of this id, or None."""
@@ -163,6 +168,7 @@ class SessionState:
         """
         event = self._tree.events[index]
         chain = self.chain(index) if event.n_tokens else ROOT
+        spans = (Span(index, event.n_prompt, event.n_tokens),) if event.n_tokens > event.n_prompt else ()
         return StepRef(
             **self.identity,
             step_id=event.step_id,
@@ -171,13 +177,24 @@ class SessionState:
             n_tokens=event.n_tokens,
             n_rows=event.n_rows,
             response_start=event.n_prompt,
-            spans=(Span(index, event.n_prompt, event.n_tokens),) if event.n_tokens > event.n_prompt else (),
+            spans=self.with_cleared(spans) if event.cleared else spans,
             versions=event.versions,
             finish_reason=event.finish_reason,
             extents=self._step_extents(event, chain),
             units=chain.units,
             n_nonfinite=event.n_nonfinite,
         )
+
+    def with_cleared(self, spans: Iterable[Span]) -> tuple[Span, ...]:
+        """Return spans of this session's steps with the number of tokens in them that loss masks cleared."""
+        return tuple([self._with_cleared(span, self._tree.events[span.step]) for span in spans])
+
+    def _with_cleared(self, span: Span, event: StepCommitted) -> Span:
+        if not event.cleared:
+            return span
+        before = cleared_before(event.cleared, event.n_tokens - event.n_prompt)
+        n_cleared = int(before[span.stop - event.n_prompt] - before[span.start - event.n_prompt])
+        return Span(span.step, span.start, span.stop, span.trained, n_cleared)
 
     def _step_extents(self, event: StepCommitted, chain: Chain) -> dict[str, tuple[Extent, ...]]:
         found: dict[str, tuple[Extent, ...]] = {}
@@ -340,6 +357,10 @@ class SessionState:
         self._tree.discard(event.index, transaction)
         if transaction is None:
             self._chains.forget([event.index])
+
+    def skip_to(self, index: int) -> None:
+        """Give out no index below ``index``."""
+        self._tree.next_index = max(self._tree.next_index, index)
 
     def rollback(self, transaction: Hashable) -> None:
         """Take back what an open transaction adds, and give back what it discards."""

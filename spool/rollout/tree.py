@@ -45,7 +45,8 @@ class StepTree:
     Attributes:
         session_id: the session.
         events: all steps by index.
-        next_index: index of the next step. Never one that was used, but for those of steps that were rolled back.
+        next_index: index of the next step: never one that was used, not even by a step that was rolled back, since late
+            facts are filed under it.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -55,7 +56,6 @@ class StepTree:
         self._nodes: dict[int, _Node] = {}
         self._ids: dict[str, int] = {}
         self._prefixes = PrefixIndex()
-        self._n_logged = 0
 
     def visible(self, transaction: Hashable | None = None) -> list[int]:
         """Return the indexes of the steps that are seen, ascending."""
@@ -64,6 +64,11 @@ class StepTree:
     def _sees(self, index: int, transaction: Hashable | None) -> bool:
         node = self._nodes[index]
         return node.withdrawn_by is None and (node.added_by is None or node.added_by == transaction)
+
+    def is_pending(self, index: int) -> bool:
+        """Tell whether a step belongs to an open transaction."""
+        node = self._nodes.get(index)
+        return node is not None and node.added_by is not None
 
     def find(self, step_id: str, transaction: Hashable | None = None) -> int | None:
         """Return the index of the step with this id."""
@@ -180,8 +185,6 @@ class StepTree:
             parent.children.append(event.index)
         self._prefixes.add(event, anchor)
         self.next_index = max(self.next_index, event.index + 1)
-        if transaction is None:
-            self._n_logged = max(self._n_logged, event.index + 1)
 
     def _conflict(self, event: StepCommitted, transaction: Hashable | None) -> str | None:
         if event.session_id != self.session_id:
@@ -198,8 +201,7 @@ class StepTree:
 
     def skip(self, index: int) -> None:
         """Never give out the index of a step that was logged and is gone."""
-        self._n_logged = max(self._n_logged, index + 1)
-        self.next_index = max(self.next_index, self._n_logged)
+        self.next_index = max(self.next_index, index + 1)
 
     def check_leaf(self, index: int, transaction: Hashable | None = None) -> None:
         """Check that nothing extends a step; what the transaction discards does not count.
@@ -252,7 +254,6 @@ class StepTree:
         """Take back what an open transaction adds, and give back what it discards."""
         for index in reversed(self.added_by(transaction)):
             self._drop(index)
-        self.next_index = max(self._n_logged, max(self._nodes, default=-1) + 1)
         for index in self._withdrawn_by(transaction):
             node, event = self._nodes[index], self.events[index]
             node.withdrawn_by = None
@@ -263,7 +264,6 @@ class StepTree:
         """Show to all what an open transaction adds, and drop what it discards; returns the indexes of the latter."""
         for index in self.added_by(transaction):
             self._nodes[index].added_by = None
-            self._n_logged = max(self._n_logged, index + 1)
         gone = self._withdrawn_by(transaction)
         for index in reversed(gone):
             self._drop(index)

@@ -73,6 +73,8 @@ def segments(
     kept = [segment for draft in drafts if (segment := _cut(state, draft, options)) is not None]
     if view == "lineage" and train_shared_prefix == "first":
         kept = _trained_once(kept)
+    if any(step.cleared for step in state.steps.values()):
+        kept = [replace(segment, spans=state.with_cleared(segment.spans)) for segment in kept]
     return [replace(segment, index=i, count=len(kept), outcome=outcome) for i, segment in enumerate(kept)]
 
 
@@ -229,7 +231,8 @@ R = TypeVar("R", bound=Ref)
 def head(ref: R, n_tokens: int, fields: Iterable[FieldSpec]) -> R:
     """Return the first ``n_tokens`` tokens of a step or segment, every field cut there.
 
-    Steps, their own fields and ``n_nonfinite`` stay as they are; ``cut_tokens`` of a segment counts what is gone.
+    Steps, their own fields, ``n_nonfinite`` and ``n_cleared`` of spans stay as they are; ``cut_tokens`` of a segment
+    counts what is gone.
 
     Args:
         ref: the reference; inline payload is cut with it.

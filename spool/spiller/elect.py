@@ -6,17 +6,23 @@ one, and the others see it from the first moment on. It is gone with the process
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
+import ctypes
 import os
 import subprocess
 import sys
-import threading
 from typing import IO
 
+from spool import locks
 from spool.errors import LockedError
 from spool.stores.local import map_os_error
 
-_handing_over = threading.Lock()
+NICE = 10
+"""By how much a spiller that a writer started is nicer than that."""
+
+MAPPED_BYTES = 256 << 10
+"""Larger pieces of memory are mapped one by one."""
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 
 
 def lock_path(root: str) -> str:
@@ -25,22 +31,16 @@ def lock_path(root: str) -> str:
 
 
 def take_lock(root: str) -> int | None:
-    """Return the descriptor that holds the spiller's lock until it is closed; None where another process has it.
+    """Return the descriptor that holds the spiller's lock until `locks.release`; None where another process has it.
 
     Raises:
         StorageError: the file cannot be opened.
     """
     path = lock_path(root)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return locks.take(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise map_os_error(error, what="open", path=path) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    return fd
 
 
 def require_lock(root: str) -> int:
@@ -56,18 +56,16 @@ def require_lock(root: str) -> int:
 
 
 def is_running(root: str) -> bool:
-    """Whether a process holds the spiller's lock."""
+    """Whether a process holds the spiller's lock.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+    path = lock_path(root)
     try:
-        fd = os.open(lock_path(root), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+        return locks.is_taken(path)
+    except OSError as error:
+        raise map_os_error(error, what="open", path=path) from error
 
 
 def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
@@ -80,23 +78,39 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
     Returns:
         The process, to be polled; None where one works already.
     """
-    with _handing_over:  # a child forked meanwhile would hold the lock as well
-        fd = take_lock(root)
-        if fd is None:
-            return None
-        try:
-            with _log(root) as output:
-                return subprocess.Popen(  # noqa: S603 - our own command line
-                    [sys.executable, "-m", "spool", "spill", uri, "--follow", "--until-idle", "--lock-fd", str(fd)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=(fd,),
-                    start_new_session=True,
-                    env={**os.environ, "PYTHONPATH": _import_path()},
-                )
-        finally:
-            os.close(fd)
+    fd = take_lock(root)
+    if fd is None:
+        return None
+    try:
+        with _log(root) as output:
+            return subprocess.Popen(  # noqa: S603 - our own command line
+                [sys.executable, "-m", "spool", "spill", uri, "--follow", "--until-idle", "--lock-fd", str(fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(fd,),
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": _import_path()},
+            )
+    finally:
+        locks.release(fd)
+
+
+def settle_in(*, beside: bool) -> None:
+    """Make this process one that only spills: memory goes back to the system as soon as it is not needed.
+
+    Without that every thread keeps what it freed of the last part that it sent.
+
+    Args:
+        beside: it was started beside a writer, and leaves the CPU to the processes that record and roll out.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        allocator = ctypes.CDLL(None).mallopt
+        allocator(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        allocator(M_ARENA_MAX, 2)
+    if beside:
+        with contextlib.suppress(OSError):
+            os.nice(NICE)
 
 
 def _log(root: str) -> IO[bytes]:
@@ -107,8 +121,3 @@ def _import_path() -> str:
     """Return where the spiller is to find this very package."""
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-
-
-os.register_at_fork(
-    before=_handing_over.acquire, after_in_parent=_handing_over.release, after_in_child=_handing_over.release
-)

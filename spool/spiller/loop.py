@@ -7,65 +7,49 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
-from msgspec import Struct
 
 from spool.catalog import Catalog
 from spool.config import Config
 from spool.errors import IntegrityError, SpoolError
+from spool.formats.manifest import PackEntry
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
+from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.collect import Collected
 from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
-from spool.spiller.plan import packs_to_spill
+from spool.spiller.plan import ANY_PACK, Pressure, packs_to_spill, pressure
 from spool.spiller.rollup import roll_up
-from spool.spiller.upload import Uploader
+from spool.spiller.status import Damaged, Status, status_path
+from spool.spiller.upload import Uploader, all_of
 from spool.stores.hot import HotStore
-from spool.stores.local import read_file, write_atomic
+from spool.stores.local import write_atomic
 from spool.write.recover import recover
 
 log = logging.getLogger("spool.spiller")
 
-HIGH, LOW = 0.85, 0.75
-"""Of ``hot_bytes``: above the first packs are evicted until below the second."""
 LOOK_S, LONGEST_LOOK_S = 0.1, 1.0
 UPKEEP_S = 5.0
 """Between two looks at what is not urgent: dead writers, idle sessions, other nodes' news, retention."""
 TIDY_S = 60.0
 """Between two looks at manifests that could be one, and at uploads that never ended."""
-STALE_UPLOAD_S = 86_400.0
 IDLE_S = 2.0
 """How long there is nothing to do before a spiller that nobody needs ends."""
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-
-
-class Status(Struct, frozen=True):
-    """What a spiller says of itself, in ``spiller.json`` of the hot root.
-
-    Attributes:
-        pid: its process.
-        at: seconds since the epoch.
-        n_spilled, spilled_bytes: packs brought over since it started, and their bytes in the cold root.
-        bytes_per_s: stored bytes a second while it was uploading.
-        n_evicted, n_deleted: packs taken out of the hot root.
-        damaged: packs that are not as they were recorded and stay where they are.
-        error: why the last round failed; None where it did not.
-    """
-
-    pid: int
-    at: float
-    n_spilled: int = 0
-    spilled_bytes: int = 0
-    bytes_per_s: float = 0.0
-    n_evicted: int = 0
-    n_deleted: int = 0
-    damaged: tuple[str, ...] = ()
-    error: str | None = None
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0
+URGENT_S = 1.0
+"""Between two looks at dead writers and at what may be deleted, where somebody waits for it."""
+DAMAGED_S = 60.0
+"""How long after a pack was found damaged it is looked at again: somebody may have restored it."""
+STALE_UPLOAD_S = 6 * 3600.0
+"""Uploads in parts that began longer ago were left by processes that died."""
+STREAMS = 8
+"""Streams whose packs are brought over at a time."""
 
 
 def file_identity(path: str) -> tuple[int, int] | None:
@@ -75,18 +59,6 @@ def file_identity(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def status_path(root: str) -> str:
-    """Return where a root's spiller says how it is doing."""
-    return f"{root}/spiller.json"
-
-
-def read_status(root: str) -> Status | None:
-    """Return what the last spiller said of itself, or None where none ever did."""
-    with suppress(SpoolError, msgspec.DecodeError):
-        return msgspec.json.decode(read_file(status_path(root)), type=Status)
-    return None
 
 
 class Spiller:
@@ -125,12 +97,12 @@ class Spiller:
         self._expire = expire
         self._collect = collect
         self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
-        self._status = Status(os.getpid(), time.time())
-        self._damaged: dict[tuple[str, int], str] = {}
+        self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="spool-spill-stream")
+        self._status = Status(os.getpid(), 0.0)
+        self._damaged: dict[tuple[str, int], tuple[Damaged, float]] = {}
         self._upload_s = 0.0
-        self._kept_at = 0.0
         self._lock = file_identity(lock_path(self._root))
-        self._tidied_at = float("-inf")
+        self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
         self._n_waiting = 0
 
     def run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -147,7 +119,8 @@ class Spiller:
             except (SpoolError, OSError) as error:
                 log.warning("the spiller tries again in %.0f s: %s", pause_s, error)
                 self._say(error=str(error))
-                stop.wait(pause_s)
+                self._reconnect(error)
+                self._pause(stop, pause_s)
                 pause_s, idle_since = min(2 * pause_s, LONGEST_PAUSE_S), time.monotonic()
                 continue
             if busy or self._is_needed():
@@ -156,14 +129,22 @@ class Spiller:
                 return
             wait_s = LOOK_S if busy else min(wait_s * 1.5, LONGEST_LOOK_S)
             if not busy:
-                stop.wait(wait_s)
+                self._rest(stop, wait_s)
 
     def work(self) -> bool:
-        """Do what is due once; return whether there was anything."""
-        self._feeder.catch_up()
-        busy = self._keep_up()
-        busy |= self._spill()
-        busy |= self._make_room()
+        """Do what is due once; return whether there was anything.
+
+        Raises:
+            SpoolError: a part of it failed; the others were done.
+        """
+        busy, failures = False, list[Exception]()
+        for step in (self._take_in, self._keep_up, self._serve, self._spill, self._make_room):
+            try:
+                busy |= step()
+            except (SpoolError, OSError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
         return busy
 
     def _is_there(self) -> bool:
@@ -173,63 +154,122 @@ class Spiller:
     def backlog(self) -> dict[str, list[int]]:
         """Return the packs that are to be brought over now, by stream."""
         return packs_to_spill(
-            (row for row in self._catalog.packs.rows("sealed") if (row.stream, row.pack) not in self._damaged),
+            (row for row in self._catalog.packs.rows("sealed") if not self._is_damaged(row.stream, row.pack)),
             when=self._config.spill_when,
             requested=self._catalog.packs.seal_requests(),
-            pressed=self._taken() > self._limit(HIGH),
+            pressed=self._pressure().is_high,
         )
 
     def close(self) -> None:
         """Let go of the threads."""
+        self._threads.shutdown()
         if self._uploader is not None:
             self._uploader.close()
 
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def _rest(self, stop: threading.Event, wait_s: float) -> None:
+        """Wait, but not while somebody waits for a pack or for room."""
+        until = time.monotonic() + wait_s
+        while not stop.wait(min(LOOK_S, max(until - time.monotonic(), 0.0))) and time.monotonic() < until:
+            if wanted(self._root) or self._catalog.packs.seal_requests():
+                return
+
+    def _pause(self, stop: threading.Event, wait_s: float) -> None:
+        """Wait after a failure; room is made meanwhile of what is safe already."""
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until and not stop.wait(min(PAUSE_S, wait_s)):
+            with suppress(SpoolError, OSError):
+                self._make_room()
+
+    def _reconnect(self, error: Exception) -> None:
+        """Let go of connections whose credentials are refused: new ones read them anew from where they come from."""
+        if self._cold is not None and getattr(error, "details", {}).get("status") in (400, 401, 403):
+            self._cold.objects.close()
+
     # -- what is due -------------------------------------------------------------------------------------------------
+
+    def _take_in(self) -> bool:
+        self._feeder.catch_up()
+        return False
 
     def _keep_up(self) -> bool:
         if time.monotonic() - self._kept_at < UPKEEP_S:
             return False
         self._kept_at = time.monotonic()
-        recover(self._root)
-        self._feeder.catch_up()
+        self._recover()
         if self._cold is not None:
             self._cold.catch_up()
         self._expire()
         self._tidy()
-        n_gone, self._n_waiting = self._collect()
-        self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_gone)
-        return n_gone > 0
+        return self._delete()
 
     def _tidy(self) -> None:
-        """Keep the cold root easy to list."""
+        """Keep the cold root easy to list, and free of what puts that never ended left behind."""
         if self._cold is None or time.monotonic() - self._tidied_at < TIDY_S:
             return
         roll_up(self._cold, self._feeder.stream_names())
         self._cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
         self._tidied_at = time.monotonic()
 
+    def _recover(self) -> None:
+        self._recovered_at = time.monotonic()
+        recover(self._root)
+        self._feeder.catch_up()
+
+    def _delete(self) -> bool:
+        self._collected_at = time.monotonic()
+        n_deleted, self._n_waiting = self._collect()
+        self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_deleted)
+        return n_deleted > 0
+
+    def _serve(self) -> bool:
+        """Take back requests that are served or that nobody can serve; seal for writers that are dead."""
+        packs, dead = self._catalog.packs, False
+        for stream, pack in packs.seal_requests().items():
+            row = packs.get(stream, pack)
+            if row is not None and row.state in ("spilled", "evicted", "gone"):
+                packs.serve(stream, pack)
+            elif not is_live(self._root, stream):
+                dead = True
+                states = packs.states(stream).values()
+                if self._recovered_at > 0 and not {"open", "sealed"}.intersection(states):
+                    packs.serve(stream, pack)
+        if dead and time.monotonic() - self._recovered_at >= URGENT_S:
+            self._recover()
+            return True
+        return False
+
     def _spill(self) -> bool:
         if self._uploader is None:
             return False
-        backlog = self.backlog()
-        for stream, packs in backlog.items():
-            self._upload(self._uploader, stream, packs)
-        return bool(backlog)
+        backlog, started = self.backlog(), time.monotonic()
+        if not backlog:
+            return False
+        uploads = [self._threads.submit(self._upload, self._uploader, *item) for item in backlog.items()]
+        try:
+            found = [entry for entries in all_of(uploads) for entry in entries]
+        finally:
+            self._upload_s += time.monotonic() - started
+        n_spilled = self._status.n_spilled + len(found)
+        stored = self._status.spilled_bytes + sum(entry.stored_bytes for entry in found)
+        self._status = msgspec.structs.replace(
+            self._status, n_spilled=n_spilled, spilled_bytes=stored, bytes_per_s=stored / self._upload_s
+        )
+        return True
 
-    def _upload(self, uploader: Uploader, stream: str, packs: list[int]) -> None:
-        started = time.monotonic()
+    def _upload(self, uploader: Uploader, stream: str, packs: list[int]) -> list[PackEntry]:
+        """Bring packs of one stream over; in a thread of its own."""
         try:
             entries = uploader.upload(stream, packs)
         except IntegrityError as error:
             if len(packs) > 1:  # one of them is damaged: the others go alone
-                for pack in packs:
-                    self._upload(uploader, stream, [pack])
-                return
+                return [entry for pack in packs for entry in self._upload(uploader, stream, [pack])]
             log.error("pack %d of stream %s stays in the hot root: %s", packs[0], stream, error)
-            self._damaged[stream, packs[0]] = str(error)
-            return
-        self._upload_s += time.monotonic() - started
+            self._damaged[stream, packs[0]] = Damaged(stream, packs[0], str(error)), time.monotonic()
+            return []
         for entry in entries:
+            self._damaged.pop((stream, entry.pack), None)
             self._catalog.packs.mark(
                 stream,
                 entry.pack,
@@ -239,36 +279,50 @@ class Spiller:
                 sealed_at=entry.sealed_at,
             )
         self._catalog.packs.serve(stream, max(packs))
-        n_spilled = self._status.n_spilled + len(entries)
-        stored = self._status.spilled_bytes + sum(entry.stored_bytes for entry in entries)
-        self._status = msgspec.structs.replace(
-            self._status, n_spilled=n_spilled, spilled_bytes=stored, bytes_per_s=stored / self._upload_s
-        )
+        return entries
 
     def _make_room(self) -> bool:
-        taken, plan = self._taken(), list[Eviction]()
-        if taken > self._limit(HIGH):
-            packs, now = self._catalog.packs, time.time()
-            plan = eviction_plan(
-                packs.uses(),
-                over(packs.sessions(), now=now),
-                used=taken,
-                high=int(self._limit(HIGH)),
-                low=int(self._limit(LOW)),
-                limit=self._config.hot_bytes or 0,
-            )
+        found, packs = self._pressure(), self._catalog.packs
+        if not found.is_high:
+            return False
+        if self._cold is None and time.monotonic() - self._collected_at >= URGENT_S and self._delete():
+            return True
+        plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
         self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))
+        if wanted(self._root) and found.used - sum(item.n_bytes for item in plan) > found.low:
+            self._seal_more()
         return bool(plan)
+
+    def _evictions(self, found: Pressure) -> list[Eviction]:
+        packs = self._catalog.packs
+        ended = over(packs.sessions(), now=time.time())
+        return eviction_plan(packs.uses(), ended, used=found.used, high=found.high, low=found.low, limit=found.limit)
+
+    def _seal_more(self) -> None:
+        """Have open packs sealed, and room given back that was granted and not used: nothing else is left."""
+        if next(self._catalog.packs.rows("sealed"), None) is not None and self._cold is not None:
+            return
+        for stream in self._feeder.stream_names():
+            if is_live(self._root, stream):
+                self._catalog.packs.request_seal(stream, ANY_PACK)
 
     # -- what it is about ----------------------------------------------------------------------------------------------
 
-    def _taken(self) -> int:
-        return sum(self._catalog.usage().values())
+    def _pressure(self) -> Pressure:
+        disk = Disk.of(self._root)
+        return pressure(
+            taken=sum(self._catalog.usage().values()),
+            limit=self._config.hot_bytes,
+            wanted=wanted(self._root),
+            disk_total=disk.total,
+            disk_free=disk.free,
+        )
 
-    def _limit(self, part: float) -> float:
-        return float("inf") if self._config.hot_bytes is None else part * self._config.hot_bytes
+    def _is_damaged(self, stream: str, pack: int) -> bool:
+        found = self._damaged.get((stream, pack))
+        return found is not None and time.monotonic() - found[1] < DAMAGED_S
 
     def _is_needed(self) -> bool:
         """Whether a writer lives, which may seal a pack at any time, or deleted packs wait for their readers."""
@@ -278,7 +332,7 @@ class Spiller:
         return any(is_live(self._root, name) for name in self._feeder.stream_names() if name not in own)
 
     def _say(self, *, error: str | None) -> None:
-        damaged = tuple(f"pack {pack} of {stream}: {text}" for (stream, pack), text in self._damaged.items())
+        damaged = tuple(found for found, _ in self._damaged.values())
         now = time.time()
         changed = (error, damaged) != (self._status.error, self._status.damaged)
         if changed or now - self._status.at >= 1.0:

@@ -8,12 +8,13 @@ gives the same keys and bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple, TypeVar
 
-from spool.errors import NotFoundError
+from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats import cold, cold_arrays, manifest, records
 from spool.formats.cold_arrays import Codec, ColdLayout
 from spool.formats.manifest import PackEntry
@@ -23,6 +24,8 @@ from spool.logs.packs import read_entry, write_cold
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.points import reach
+from spool.spiller.buffers import Buffers
+from spool.spiller.check import Checker, Named, named_in
 from spool.spiller.evict import disk_bytes
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file
@@ -30,15 +33,25 @@ from spool.stores.objects import Objects
 from spool.write.folder import Folder, open_folder
 from spool.write.seal import packs_of
 
-UPLOADS = 4
-"""Objects on their way at a time; each is held twice, as it is stored and as it is sent."""
+T = TypeVar("T")
+
+UPLOADS = 16
+"""Objects on their way at a time: what is published is small, and waits for the network."""
+PACKS = 6
+"""Packs on their way at a time."""
+ENCODED_BYTES = 100 << 20
+"""Of shards that are encoded and on their way: mostly two large ones, one encoded while the other is sent."""
+LARGE_BYTES = 8 << 20
+"""Larger objects are sent one at a time: what is sent of one is copied once more, in parts, several at once."""
+PIECE_BYTES = 4 << 20
+"""Of a hot shard, what is read, checked and encoded at a time."""
 
 
 class Sent(NamedTuple):
-    """A pack whose shards and records are in the cold root, and whose manifest is not."""
+    """A pack whose shards and records are in the cold root, and whose ``manifest`` is not."""
 
     entry: PackEntry
-    events: list[bytes]
+    manifest: bytes
 
 
 class Stream(NamedTuple):
@@ -69,14 +82,18 @@ class Uploader:
         self._store = store
         self._objects = objects
         self._threads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="spool-upload")
+        self._packs = ThreadPoolExecutor(PACKS, thread_name_prefix="spool-spill")
+        self._buffers = Buffers(ENCODED_BYTES)
+        self._large = threading.Lock()
         self._streams: dict[str, Stream] = {}
 
     def close(self) -> None:
         """End the threads."""
+        self._packs.shutdown()
         self._threads.shutdown()
 
     def upload(self, name: str, packs: Sequence[int]) -> list[PackEntry]:
-        """Bring sealed packs of one stream to the cold root; return what is there now.
+        """Bring sealed packs of one stream to the cold root; return what is there now. Of a stream once at a time.
 
         Raises:
             IntegrityError: what is on disk is not what was recorded; the pack stays where it is.
@@ -85,12 +102,11 @@ class Uploader:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = self._open(name, packs[0])
-        sent = [self._send(stream, pack) for pack in packs]
+        sent = all_of([self._packs.submit(self._send, stream, pack) for pack in packs])
         reach("spill.objects")
         self._describe(stream, [pack.entry for pack in sent])
         reach("spill.documents")
-        for pack in sent:
-            self._objects.put(manifest_key(pack.entry), manifest.encode([pack]))
+        self._put_all((manifest_key(pack.entry), pack.manifest) for pack in sent)
         reach("spill.manifest")
         for pack in sent:
             write_cold(self._root, pack.entry)
@@ -104,10 +120,11 @@ class Uploader:
         """Return a stream; its codecs are chosen by the pack ``first``, once and for all, unless they were before."""
         folder, _ = open_folder(self._root, name)
         try:
-            data = self._objects.get(group_key(name))
+            with _no_word_on_packs():
+                data = self._objects.get(group_key(name))
         except NotFoundError:
             data = self._group(folder, first)
-            self._objects.put(group_key(name), data)
+            self._put(group_key(name), data)
         known = {pack: read_entry(self._root, name, pack) for pack in packs_of(folder, ".cold")}
         entries = {pack: entry for pack, entry in known.items() if entry is not None}
         return Stream(folder, cold_arrays.parse_cold_group(data)[1], entries)
@@ -121,6 +138,7 @@ class Uploader:
                 sample -= sample % spec.row_bytes
                 with self._store.borrow(_shard_key(folder, spec, pack), 0, sample) as view:
                     codecs[spec.name] = cold.choose_codec(spec, view, layered=layered)
+        self._store.close()  # samples are larger than what is read later
         created = parse_attributes(read_file(f"{folder.path}/zarr.json"))["created"]
         return cold_arrays.cold_group_metadata(
             folder.schema, folder.layout, codecs, stream=folder.name, created=float(created)
@@ -141,7 +159,10 @@ class Uploader:
             n_rows = sum(valid[-1]) if valid else 0
             data = cold_arrays.cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid)
             documents.append((f"streams/{stream.folder.name}/{name}/zarr.json", data))
-        list(self._threads.map(lambda document: self._objects.put(*document), documents))
+        self._put_all(documents)
+
+    def _put_all(self, documents: Iterable[tuple[str, bytes]]) -> None:
+        all_of([self._threads.submit(self._put, *document) for document in documents])
 
     # -- a pack ------------------------------------------------------------------------------------------------------
 
@@ -150,11 +171,10 @@ class Uploader:
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
-        jobs: list[Callable[[], tuple[str, int] | None]] = [
-            partial(self._send_shard, stream, spec, pack) for spec in folder.schema.arrays
-        ]
-        jobs.append(partial(self._put, records_key(folder.name, pack), table))
-        sizes = dict(filter(None, self._threads.map(lambda job: job(), jobs)))
+        named = named_in(events, folder.name, pack, folder.layout.shard_rows)
+        jobs = [self._threads.submit(self._send_shard, stream, spec, pack, named) for spec in folder.schema.arrays]
+        jobs.append(self._threads.submit(self._put_object, records_key(folder.name, pack), table))
+        sizes = dict(filter(None, all_of(jobs)))
         rows = {spec.name: self._valid_rows(folder, spec, pack) for spec in folder.schema.arrays}
         entry = PackEntry(
             stream=folder.name,
@@ -167,20 +187,62 @@ class Uploader:
             hot_bytes=self._hot_bytes(folder, pack),
             codecs={name: layout.codec for name, layout in stream.layouts.items()},
         )
-        return Sent(entry, events)
+        return Sent(entry, manifest.encode([(entry, events)]))
 
-    def _send_shard(self, stream: Stream, spec: ArraySpec, pack: int) -> tuple[str, int] | None:
-        n_rows, key = self._rows_on_disk(stream.folder, spec, pack), _shard_key(stream.folder, spec, pack)
+    def _send_shard(
+        self, stream: Stream, spec: ArraySpec, pack: int, named: Mapping[str, Sequence[Named]]
+    ) -> tuple[str, int] | None:
+        folder, key, wholes = stream.folder, _shard_key(stream.folder, spec, pack), named[spec.name]
+        n_rows, layout = self._rows_on_disk(folder, spec, pack), stream.layouts[spec.name]
+        checker = Checker(
+            f"{spec.name} of pack {pack} of stream {folder.name} in {self._root}",
+            wholes,
+            spec.row_bytes,
+            pack * layout.shard_rows,
+        )
         if not n_rows:
+            checker.end()
             return None
-        with self._store.borrow(key, 0, n_rows * spec.row_bytes) as view:
-            data = cold.encode_shard(stream.layouts[spec.name], view)
-        return self._put(key, data)
+        with self._buffers.lend(layout.max_shard_bytes(n_rows)) as into:
+            pieces = self._pieces(layout, key, n_rows, checker)
+            data = cold.encode_pieces(layout, pieces, n_rows, into=into)
+            checker.end()
+            sent = self._put_object(key, data)
+            if layout.codec != "raw":
+                self._prove_index(key, data[: layout.index_bytes])
+            data.release()
+        self._store.let_go(key)
+        return sent
 
-    def _put(self, key: str, data: bytes | memoryview) -> tuple[str, int]:
-        self._objects.put(key, data)
+    def _pieces(self, layout: ColdLayout, key: str, n_rows: int, checker: Checker) -> Iterator[memoryview]:
+        """Yield the rows of a hot shard, checked, in pieces of whole chunks."""
+        width = layout.spec.row_bytes
+        step = -(-PIECE_BYTES // (layout.chunk_rows * width)) * layout.chunk_rows
+        for row in range(0, n_rows, step):
+            with self._store.borrow(key, row * width, min(step, n_rows - row) * width) as view:
+                checker.feed(view)
+                yield view
+
+    def _prove_index(self, key: str, index: memoryview) -> None:
+        """Read back the index of a compressed shard: without it nothing in the shard is found again."""
+        with _no_word_on_packs():
+            found = self._objects.get_range(key, 0, len(index))
+        if found != index:
+            self._objects.delete([key])
+            raise StorageError(
+                f"the index of {self._objects.url}/{key} does not read back as it was written; the object was removed "
+                "and is written again. Call the store's operator if that recurs",
+                key=key,
+            )
+
+    def _put_object(self, key: str, data: bytes | memoryview) -> tuple[str, int]:
+        self._put(key, data)
         reach("spill.shard")
         return key, len(data)
+
+    def _put(self, key: str, data: bytes | memoryview) -> None:
+        with _no_word_on_packs(), self._large if len(data) > LARGE_BYTES else nullcontext():
+            self._objects.put(key, data)
 
     def _valid_rows(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
         """Return the rows of a pack that its array's document calls valid."""
@@ -200,6 +262,21 @@ class Uploader:
     def _hot_bytes(self, folder: Folder, pack: int) -> int:
         paths = [folder.shard_path(spec, pack) for spec in folder.schema.arrays]
         return sum(map(disk_bytes, [*paths, records_path(self._root, folder.name, pack)]))
+
+
+@contextmanager
+def _no_word_on_packs() -> Iterator[None]:
+    """Turn what is wrong with bytes of the cold root into a failure of the cold root: the pack may be as it was."""
+    try:
+        yield
+    except IntegrityError as error:
+        raise StorageError(str(error), **error.details) from error
+
+
+def all_of(futures: Sequence[Future[T]]) -> list[T]:
+    """Return the results of all; wait for all of them before the first failure is raised."""
+    wait(futures)
+    return [future.result() for future in futures]
 
 
 def _shard_key(folder: Folder, spec: ArraySpec, pack: int) -> str:

@@ -15,6 +15,9 @@ from spool.stores.local import BLOCK, notice_buffered, open_direct
 WINDOW_BYTES = 256 << 10
 """The page cache is accounted in windows of this size: one that is read again and again counts once."""
 
+SWEEP_S = 1.0
+"""Between two looks for files that were deleted: their bytes stay on the disk for as long as one is open."""
+
 _PAUSES_S = (0.0, 0.002, 0.01, 0.05, 0.2)
 
 T = TypeVar("T")
@@ -52,6 +55,10 @@ class OpenFile:
         self._refused = True
         notice_buffered(root)
 
+    def is_deleted(self) -> bool:
+        """Whether nothing but this descriptor keeps the file."""
+        return os.fstat(self.fd).st_nlink == 0
+
     def drop_pages(self, offset: int = 0, length: int = 0) -> None:
         """Let the kernel forget the pages of a range; length 0 means to the end."""
         first = offset - offset % BLOCK
@@ -88,6 +95,7 @@ class Descriptors:
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         self._windows: dict[tuple[str, int], None] = {}
+        self._swept_at = time.monotonic()
 
     def clear(self) -> None:
         """Let go of all files and the pages that were read of them."""
@@ -102,6 +110,8 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
+        if time.monotonic() - self._swept_at >= SWEEP_S:
+            self._sweep()
         with self._lock:
             file = self._files.pop(path, None)
             if file is not None:
@@ -117,6 +127,22 @@ class Descriptors:
         for old in surplus:
             old.drop_pages()
         return file
+
+    def _sweep(self) -> None:
+        """Let go of files that were deleted meanwhile."""
+        self._swept_at = time.monotonic()
+        with self._lock:
+            files = list(self._files.values())
+        for file in files:
+            if file.is_deleted():
+                self.forget(file)
+
+    def let_go(self, path: str) -> None:
+        """Let go of the file that is kept for ``path``, and of the pages that were read of it."""
+        with self._lock:
+            file = self._files.pop(path, None)
+        if file is not None:
+            file.drop_pages()
 
     def _open(self, path: str) -> OpenFile:
         return self.with_descriptors(lambda: OpenFile(path))

@@ -87,6 +87,10 @@ class HotStore:
         self._files.clear()
         self._pool.clear()
 
+    def let_go(self, key: str) -> None:
+        """Let go of the file at ``key``: it will not be read again soon, or is to be deleted."""
+        self._files.let_go(self.path(key))
+
     def forked(self) -> None:
         """Drop what was open before a fork; in the child, this is called before any of its code runs."""
         self._files.reset()

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _LENGTH_TRIES = 5
 _UPLOAD_WIDTH = 4
+_PART_BYTES = 8 << 20  # each is in memory twice while it is sent
 _MOST_PARTS = 10_000
 _MOST_KEYS = 1_000
 
@@ -198,7 +199,7 @@ class RemoteStore:
         self._prove(key, view)
 
     def _put_parts(self, key: str, view: memoryview) -> None:
-        part_bytes = max(PIECE_BYTES, math.ceil(len(view) / _MOST_PARTS))
+        part_bytes = max(_PART_BYTES, math.ceil(len(view) / _MOST_PARTS))
         upload = self._request("multipart", "write", key, lambda timeout_s: self._wire.begin(key, timeout_s))
 
         def put_part(part: tuple[int, tuple[int, int]]) -> str:

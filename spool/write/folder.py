@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -15,6 +14,7 @@ import time
 
 from msgspec import Struct
 
+from spool import locks
 from spool.errors import IntegrityError, LockedError, SpoolError
 from spool.formats.shard import array_metadata, group_metadata, parse_group, shard_key
 from spool.model.fields import ArraySpec, Layout, Schema
@@ -79,7 +79,7 @@ def is_stream_name(name: str) -> bool:
 
 
 def lock_folder(path: str, *, create: bool = True) -> int:
-    """Take the lock of a stream's folder; return the descriptor that holds it until it is closed.
+    """Take the lock of a stream's folder; return the descriptor that holds it until `locks.release`.
 
     Args:
         path: the folder.
@@ -93,7 +93,7 @@ def lock_folder(path: str, *, create: bool = True) -> int:
     """
     file = f"{path}/lock"
     try:
-        fd = os.open(file, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o644)
+        fd = locks.take(file, os.O_RDWR | (os.O_CREAT if create else 0))
     except FileNotFoundError as error:
         if create or not os.path.isdir(path):
             raise map_os_error(error, what="open", path=file) from error
@@ -104,20 +104,14 @@ def lock_folder(path: str, *, create: bool = True) -> int:
         ) from error
     except OSError as error:
         raise map_os_error(error, what="open", path=file) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
+    if fd is None:
         raise LockedError(
             f"stream {path} has a live writer: a stream has exactly one; open a stream of your own, or wait", path=path
-        ) from error
-    except BaseException:
-        os.close(fd)
-        raise
+        )
     return fd
 
 
-def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
+def make_folder(root: str, schema: Schema, sizes: Layout, spool_id: str | None = None) -> tuple[Folder, int]:
     """Make and lock the folder of a new stream.
 
     It is built under a temporary name and renamed: whoever sees the stream sees it locked and whole.
@@ -134,7 +128,7 @@ def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
         folder = Folder(root, new_name(), schema, sizes)
         temp = f"{streams}/{NEW}{folder.name}"
         try:
-            return folder, _build(folder, temp)
+            return folder, _build(folder, temp, spool_id)
         except (FileNotFoundError, SpoolError, OSError) as error:
             # a recovery may have taken the half-made folder for a dead writer's: then another name will do
             swept = isinstance(error, LockedError) or not os.path.exists(f"{temp}/lock")
@@ -145,11 +139,12 @@ def make_folder(root: str, schema: Schema, sizes: Layout) -> tuple[Folder, int]:
     raise AssertionError("unreachable")
 
 
-def _build(folder: Folder, temp: str) -> int:
+def _build(folder: Folder, temp: str, spool_id: str | None) -> int:
+    own = {} if spool_id is None else {"id": spool_id}
     os.mkdir(temp)
     fd = lock_folder(temp)
     try:
-        group = group_metadata(folder.schema, folder.layout, stream=folder.name, created=time.time())
+        group = group_metadata(folder.schema, folder.layout, stream=folder.name, created=time.time(), **own)
         pwrite_all(fd, group, 0)
         os.fsync(fd)
         os.mkdir(f"{temp}/records")
@@ -160,7 +155,7 @@ def _build(folder: Folder, temp: str) -> int:
         os.rename(temp, folder.path)
         sync_dir(os.path.dirname(folder.path))
     except BaseException:
-        os.close(fd)
+        locks.release(fd)
         raise
     return fd
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
+from spool import locks
 from spool.errors import IntegrityError, LockedError, NotFoundError, SpoolError
 from spool.formats import records
 from spool.formats.frames import decode_event
@@ -101,7 +102,7 @@ def _recover(root: str, name: str, *, dry_run: bool) -> Recovered | None:
     except OSError as error:
         return Recovered(stream=name, error=str(map_os_error(error, what="recover", path=path)))
     finally:
-        os.close(lock)
+        locks.release(lock)
 
 
 def _recover_stream(root: str, name: str, *, dry_run: bool) -> Recovered:

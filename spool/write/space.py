@@ -62,8 +62,9 @@ class Grants:
         all_of = "" if limit is None else f" of {format_size(limit)}"
         return CapacityError(
             f"the hot tier has no room for another {format_size(grant)}: {format_size(taken)}{all_of} are taken, this "
-            f"write needs {format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; nothing "
-            "is deleted by itself in this version: raise hot_bytes, or record into another root",
+            f"write needs {format_size(n_bytes)}, stream {self._stream} holds {format_size(self._reserved)}; room "
+            "returns as packs are evicted that are safe in the cold root or, where there is none, as sessions are "
+            "released: see `spool status` and `spool gc --dry-run`, raise hot_bytes, or record into another root",
             stream=self._stream,
             need=n_bytes,
             grant=grant,
@@ -79,16 +80,24 @@ class Grants:
             self._used -= n_bytes
 
     def settle(self, taken: int, on_disk: int) -> None:
-        """Close the account of a sealed pack: it took ``taken`` bytes and its files now have ``on_disk``."""
+        """Close the account of a sealed pack: it took ``taken`` bytes and its files now have ``on_disk``.
+
+        What was granted beyond is given back too: the next pack may not come for long, and others wait for room.
+        """
         with self._lock:
             self._reserved -= taken
             self._used -= taken
-        if taken != on_disk:
-            self._space.settle(self._stream, taken - on_disk)  # it is on disk, granted or not
+            spare = self._spare()
+        if taken + spare != on_disk:
+            self._space.settle(self._stream, taken + spare - on_disk)  # it is on disk, granted or not
 
-    def close(self) -> None:
-        """Give back what was never used."""
+    def give_back(self) -> None:
+        """Give back what was granted and not needed."""
         with self._lock:
-            spare, self._reserved = self._reserved - self._used, self._used
+            spare = self._spare()
         if spare > 0:
             self._space.settle(self._stream, spare)
+
+    def _spare(self) -> int:
+        spare, self._reserved = self._reserved - self._used, self._used
+        return spare

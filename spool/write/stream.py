@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
+from spool import locks
 from spool.errors import ConfigError, InputError, SessionStateError, SpoolError
 from spool.formats.frames import LOG_HEADER, frame
 from spool.model.fields import MAX_SHARD_BYTES, Schema, layout
@@ -191,7 +192,7 @@ class StreamWriter:
                 self._roll_due()
 
     def roll(self) -> None:
-        """Seal the open pack in the background if it is not empty.
+        """Seal the open pack in the background if it is not empty, and give back room that is not needed.
 
         Raises:
             SpoolError: as `append`.
@@ -202,6 +203,8 @@ class StreamWriter:
             self._repair()
             if self._committer.pack is not None and not self._committer.pack.is_empty:
                 self._roll(background=True)
+            else:
+                self._grants.give_back()
 
     def flush(self) -> None:
         """Seal the open pack, and return when all packs so far are sealed.
@@ -238,7 +241,7 @@ class StreamWriter:
                 if self._committer.pack is not None:
                     self._committer.pack.abandon()
                 self._committer.pack, self._rings = None, {}
-                self._grants.close()
+                self._grants.give_back()
                 self._unlock()
                 _writers.discard(self)
 
@@ -397,7 +400,7 @@ class StreamWriter:
     def _unlock(self) -> None:
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
-            os.close(fd)
+            locks.release(fd)
 
 
 def create_stream(
@@ -410,6 +413,7 @@ def create_stream(
     direct: bool = True,
     on_commit: OnCommit | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    spool_id: str | None = None,
 ) -> StreamWriter:
     """Make a new stream under a hot root, and return its writer.
 
@@ -423,6 +427,7 @@ def create_stream(
         on_commit: called by the thread that wrote, with the pack and the end of its log, after each group of events;
             quick, and from any thread.
         max_shard_bytes: how large a shard may grow.
+        spool_id: the spool's, kept with the stream.
 
     Raises:
         ConfigError: Zarr cannot store a field, or an option is wrong.
@@ -430,7 +435,7 @@ def create_stream(
     """
     if durability not in ("process", "disk"):
         raise ConfigError(f"durability={durability!r} is neither 'process' nor 'disk'", got=durability)
-    folder, lock_fd = make_folder(root, schema, layout(schema, max_shard_bytes=max_shard_bytes))
+    folder, lock_fd = make_folder(root, schema, layout(schema, max_shard_bytes=max_shard_bytes), spool_id)
     return StreamWriter(
         folder,
         lock_fd,

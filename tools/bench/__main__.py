@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tools.bench import cold, reads, scale, writes
+from tools.bench import cold, reads, scale, spill, writes
 from tools.bench.harness import Row
 from tools.bench.peers import TransferQueue
 
@@ -51,6 +51,11 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         "cp": reads.amplification,
         "cold-size": lambda _: cold.stored_size(routing),
         "cold-encode": lambda _: cold.encoding(runs=runs),
+        "spill": lambda folder: spill.spilling(folder, runs=runs, n_bytes=GIB // 4 if quick else GIB),
+        "append-beside": lambda folder: spill.appending(folder, runs=runs // 2, n_bytes=GIB // 2 if quick else GIB),
+        "publish": lambda folder: spill.publishing(
+            folder, n_writers=4 if quick else 16, n_sessions=256 if quick else 4096
+        ),
         "scale": lambda folder: scale.lookups(folder, runs=runs, n_steps=50_000 if quick else 1_000_000),
     }
     for name, part in parts.items():
