@@ -25,6 +25,7 @@ from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.collect import Collected
+from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
 from spool.spiller.plan import ANY_PACK, ROUND_PACKS, Pressure, packs_to_spill, pressure
 from spool.spiller.rollup import roll_up
@@ -52,6 +53,15 @@ STALE_UPLOAD_S = 6 * 3600.0
 """Uploads in parts that began longer ago were left by processes that died."""
 STREAMS = 8
 """Streams whose packs are brought over at a time."""
+
+
+def file_identity(path: str) -> tuple[int, int] | None:
+    """Return device and inode of a file; None where there is none."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class Spiller:
@@ -97,6 +107,7 @@ class Spiller:
         self._status = Status(os.getpid(), 0.0)
         self._damaged: dict[tuple[str, int], tuple[Damaged, float]] = {}
         self._upload_s = 0.0
+        self._lock = file_identity(lock_path(self._root))
         self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
         self._n_waiting = 0
 
@@ -104,6 +115,9 @@ class Spiller:
         """Work until ``stop`` is set; with ``until_idle`` also end when nothing needs this spiller any more."""
         wait_s, pause_s, idle_since = LOOK_S, PAUSE_S, time.monotonic()
         while not stop.is_set():
+            if not self._is_there():
+                log.warning("the hot root %s was removed, its spiller ends", self._root)
+                return
             try:
                 busy = self.work()
                 self._say(error=None)
@@ -176,6 +190,10 @@ class Spiller:
             rows.values(), when="sealed", requested=requested, pressed=False, round_packs=max(len(rows), 1)
         )
         return [rows[stream, pack] for stream, packs in chosen.items() for pack in packs]
+
+    def _is_there(self) -> bool:
+        """Whether the root is still the one whose lock this spiller holds."""
+        return file_identity(lock_path(self._root)) == self._lock
 
     def backlog(self) -> dict[str, list[int]]:
         """Return the packs that are to be brought over now, by stream."""
