@@ -9,6 +9,8 @@ from spool.errors import CapacityError
 from spool.sizes import format_size
 
 GRANT_BYTES = 16 << 20
+LEAST_BYTES = 64 << 10
+"""Of a grant where a whole one does not fit."""
 
 
 class Space(Protocol):
@@ -53,7 +55,11 @@ class Grants:
             if short > 0:
                 grant = -(-short // GRANT_BYTES) * GRANT_BYTES
                 if not self._space.reserve(self._stream, grant):
-                    raise self._refused(n_bytes, grant)
+                    # near the limit what is small still fits: endings and releases, by which room returns
+                    least = -(-short // LEAST_BYTES) * LEAST_BYTES
+                    if least >= grant or not self._space.reserve(self._stream, least):
+                        raise self._refused(n_bytes, grant)
+                    grant = least
                 self._reserved += grant
             self._used += n_bytes
 
