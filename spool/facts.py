@@ -18,6 +18,7 @@ from spool.model.events import Annotated, Attached, Checkpointed, Event, Release
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
+from spool.points import reach
 from spool.recorder import Recorder
 from spool.write.stream import Rows, Run
 
@@ -127,6 +128,7 @@ class Facts:
             by_session.setdefault(ref.session_id, []).append(ref.key)
         for session_id, names in by_session.items():
             self._record(Released(session_id, time.time(), tuple(names), tag))
+            reach("release.recorded")
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""

@@ -18,6 +18,7 @@ from spool.errors import SpoolError
 from spool.formats import records
 from spool.formats.shard import padded_bytes, parse_rows, shard_index
 from spool.model.fields import ArraySpec
+from spool.points import reach
 from spool.stores.local import (
     BLOCK,
     aligned_buffer,
@@ -103,6 +104,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
     """
     with mapped(folder.path):
         n_bytes, documents = _complete_shards(folder, pack, rows, direct=direct), Replacements()
+        reach("seal.shards")
         with documents:
             for spec in folder.schema.arrays:
                 _describe(folder, spec, pack, rows.get(spec.name, 0), documents)
@@ -112,6 +114,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
                 n_bytes += len(table)
             documents.sync()
             documents.publish()
+        reach("seal.documents")
         for spec in folder.schema.arrays:
             _remove_tails(folder, spec, pack)
         os.unlink(log_path(folder.path, pack))
