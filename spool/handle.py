@@ -476,12 +476,13 @@ class Spool:
         }
 
     def rebuild(self) -> dict[str, Any]:
-        """Make the catalog anew from the commit logs, which alone count.
+        """Make the catalog anew from the commit logs, and from the cold root's manifests where there is one.
 
         Returns:
             What it then holds, and as ``problems`` what of the logs could not be taken in.
         """
         problems = self._feeder.rebuild()
+        self._feeds.catch_up(fresh=True)
         totals = msgspec.structs.asdict(self._catalog.totals())
         return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 

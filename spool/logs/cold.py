@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -10,15 +11,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from spool.catalog import Catalog, PackState
-from spool.errors import NotFoundError
+from spool.catalog import Catalog
+from spool.errors import IntegrityError, NotFoundError
 from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_group
 from spool.logs.packs import parse_tombstone
 from spool.model.events import Event
-from spool.stores.objects import Objects
+from spool.stores.objects import ObjectInfo, Objects
+
+log = logging.getLogger("spool.logs")
 
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
 PAGE = 64
@@ -51,6 +54,13 @@ def manifest_key(entry: PackEntry) -> str:
     return f"{MANIFESTS}{int(entry.sealed_at * 1000):013d}-{entry.stream}-{entry.pack}.parquet"
 
 
+def parse_manifest_key(key: str) -> tuple[str, int] | None:
+    """Return the pack that a manifest is about; None for a roll-up of many."""
+    _, _, name = key.removeprefix(MANIFESTS).removesuffix(".parquet").partition("-")
+    stream, _, number = name.rpartition("-")
+    return (stream, int(number)) if stream != "rollup" and number.isdecimal() else None
+
+
 def fact_stream(key: str) -> str:
     """Return the name under which the catalog files the events of a fact file."""
     return _FACT_STREAM + key.removeprefix(FACTS).removesuffix(".parquet")
@@ -74,7 +84,7 @@ class ColdFeeder:
     Args:
         objects: the cold root.
         catalog: what is fed.
-        is_local: whether a stream is in a hot root of the same catalog, whose files say what is evicted.
+        is_local: whether a stream is in a hot root of the same catalog, whose files say in which tiers its packs are.
     """
 
     def __init__(self, objects: Objects, catalog: Catalog, is_local: Callable[[str], bool] = lambda _: False) -> None:
@@ -90,6 +100,7 @@ class ColdFeeder:
         self._layouts: dict[str, Mapping[str, int]] = {}
         self._looked_at = 0.0
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._damaged: dict[str, ObjectInfo] = {}
 
     def _own(self) -> threading.RLock:
         if self._pid != os.getpid():
@@ -101,9 +112,10 @@ class ColdFeeder:
     def catch_up(self, *, after_s: float = 0.0) -> None:
         """Take in what is new in the cold root, unless that was done less than ``after_s`` ago.
 
+        An object that is damaged is left out, with a warning, until another is in its place; see `damaged`.
+
         Raises:
             StorageError: the cold root cannot be reached.
-            IntegrityError: an object is damaged.
         """
         with self._own():
             if after_s and time.monotonic() - self._looked_at < after_s:
@@ -112,11 +124,17 @@ class ColdFeeder:
                 pass  # an object went between listing and reading: it was rolled up, so list again
             self._looked_at = time.monotonic()
 
+    def damaged(self) -> list[str]:
+        """Return the keys of objects that could not be taken in."""
+        with self._own():
+            return list(self._damaged)
+
     def _look(self) -> bool:
         gone = [found.key for found in self.objects.list(GONE)]
-        there = [found.key for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)]
+        there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
+        self._damaged = {key: info for key, info in self._damaged.items() if there.get(key) == info}
         seen = self._catalog.packs.seen()
-        new = [key for key in there if key not in seen]
+        new = [found for key, found in there.items() if key not in seen and key not in self._damaged]
         for start in range(0, len(new), PAGE):
             if not self._take_in(new[start : start + PAGE]):
                 return False
@@ -133,29 +151,41 @@ class ColdFeeder:
         self._catalog.packs.unsee(lost)
         return True
 
-    def _take_in(self, keys: Sequence[str]) -> bool:
+    def _take_in(self, infos: Sequence[ObjectInfo]) -> bool:
         """Take in objects; return False where one is no longer there."""
         try:
-            found = list(self._threads.map(self.objects.get, keys))
+            found = list(self._threads.map(lambda info: self.objects.get(info.key), infos))
         except NotFoundError:
             return False
+        parsed = [(info.key, self._parse(info, data)) for info, data in zip(infos, found, strict=True)]
+        whole = [(key, parts) for key, parts in parsed if parts is not None]
         with self._catalog.bulk():
-            for key, data in zip(keys, found, strict=True):
-                if key.startswith(FACTS):
-                    self._catalog.ingest_pack(fact_stream(key), 0, manifest.decode_facts(data))
-                    continue
-                for entry, events in manifest.decode(data):
-                    self._take_in_pack(entry, events)
-            self._catalog.packs.saw(keys)
+            for key, parts in whole:
+                for entry, events in parts:
+                    if entry is None:
+                        self._catalog.ingest_pack(fact_stream(key), 0, events)
+                    else:
+                        self._take_in_pack(entry, events)
+            self._catalog.packs.saw([key for key, _ in whole])
         return True
+
+    def _parse(self, info: ObjectInfo, data: bytes) -> Sequence[tuple[PackEntry | None, Sequence[bytes]]] | None:
+        """Return what is in a manifest, or in a fact file, which has no entry; None where it is damaged."""
+        try:
+            return [(None, manifest.decode_facts(data))] if info.key.startswith(FACTS) else manifest.decode(data)
+        except IntegrityError as error:
+            log.warning("%s/%s is damaged and left out of the index: %s", self.objects.url, info.key, error)
+            self._damaged[info.key] = info
+            return None
 
     def _take_in_pack(self, entry: PackEntry, events: Sequence[bytes]) -> None:
         self._catalog.ingest_pack(entry.stream, entry.pack, events, shard_rows=self.shard_rows)
-        state: PackState = "spilled" if self._is_local(entry.stream) else "evicted"
+        if self._is_local(entry.stream):
+            return  # whoever put the manifest may have died before it said so in the hot root, and does it again
         self._catalog.packs.mark(
             entry.stream,
             entry.pack,
-            state,
+            "evicted",
             hot_bytes=entry.hot_bytes,
             stored_bytes=entry.stored_bytes,
             sealed_at=entry.sealed_at,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 
 import msgspec
 
@@ -17,10 +18,11 @@ from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
 from spool.logs.cold import GONE, MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, parse_gone_key
-from spool.logs.packs import GoneMark, parse_tombstone
+from spool.logs.packs import GoneMark, marker_path, parse_tombstone
 from spool.points import reach
 from spool.retention import Decision, Policy, decide
-from spool.spiller.evict import delete
+from spool.spiller.evict import complete_deletions, delete
+from spool.spiller.turns import turn
 from spool.stores.objects import Objects
 
 Pack = tuple[str, int]
@@ -67,7 +69,7 @@ class Collector:
         Raises:
             SpoolError: a root failed; call it again.
         """
-        n_gone = 0
+        n_gone = self._complete()
         for decision in plan:
             if decision.go:
                 for session_id in decision.ends:
@@ -75,8 +77,26 @@ class Collector:
                 self._delete((decision.stream, decision.pack), GoneMark(time.time(), decision.why))
                 n_gone += 1
         if self._cold is not None:
-            for _ in finish(self._cold.objects, grace_s=self._grace_s, mine=self._is_mine):
-                pass
+            with turn(self._root) if self._root is not None else nullcontext():
+                for _ in finish(self._cold.objects, grace_s=self._grace_s, mine=self._is_mine):
+                    pass
+        return n_gone
+
+    def _complete(self) -> int:
+        """Delete from the hot root what is decided to go; return how many packs that were."""
+        if self._root is None:
+            return 0
+        n_gone = len(complete_deletions(self._root, self._catalog))
+        if self._cold is None:
+            return n_gone
+        for found in self._cold.objects.list(GONE):
+            pack = parse_gone_key(found.key)
+            if pack is None or not self._is_mine(pack[0]):
+                continue
+            if not os.path.exists(marker_path(self._root, *pack, "gone")):
+                gone = parse_tombstone(self._cold.objects.get(found.key), found.key)
+                delete(self._root, self._catalog, *pack, msgspec.structs.replace(gone, done=False))
+                n_gone += 1
         return n_gone
 
     def _delete(self, pack: Pack, gone: GoneMark) -> None:

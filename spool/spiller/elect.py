@@ -11,10 +11,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import IO
 
 from spool.errors import LockedError
 from spool.stores.local import map_os_error
+
+TRY_S = 0.2
 
 _handing_over = threading.Lock()
 
@@ -49,7 +52,9 @@ def require_lock(root: str) -> int:
     Raises:
         LockedError: another spiller works.
     """
-    fd = take_lock(root)
+    until = time.monotonic() + TRY_S
+    while (fd := take_lock(root)) is None and time.monotonic() < until:
+        time.sleep(TRY_S / 20)  # who only looks whether there is a spiller holds the lock for a moment
     if fd is None:
         raise LockedError(f"a spiller works on {root} already; one is enough: `spool status` shows what it does")
     return fd

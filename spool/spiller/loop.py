@@ -20,6 +20,7 @@ from spool.logs.cold import ColdFeeder
 from spool.logs.streams import is_live
 from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.evict import evict
+from spool.spiller.mend import Mender
 from spool.spiller.plan import packs_to_spill
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
@@ -110,6 +111,7 @@ class Spiller:
         self._expire = expire
         self._collect = collect
         self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
+        self._mender = Mender(self._root, catalog, feeder, cold, lambda stream, pack: self._bring(stream, [pack]))
         self._status = Status(os.getpid(), time.time())
         self._damaged: dict[tuple[str, int], str] = {}
         self._upload_s = 0.0
@@ -165,10 +167,11 @@ class Spiller:
         if time.monotonic() - self._kept_at < UPKEEP_S:
             return False
         self._kept_at = time.monotonic()
-        recover(self._root)
+        recovered = recover(self._root)
         self._feeder.catch_up()
         if self._cold is not None:
             self._cold.catch_up()
+        self._mender.work(recovered=bool(recovered))
         self._expire()
         n_deleted = self._collect()
         self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_deleted)
@@ -179,8 +182,12 @@ class Spiller:
             return False
         backlog = self.backlog()
         for stream, packs in backlog.items():
-            self._upload(self._uploader, stream, packs)
+            self._bring(stream, packs)
         return bool(backlog)
+
+    def _bring(self, stream: str, packs: list[int]) -> None:
+        assert self._uploader is not None
+        self._upload(self._uploader, stream, packs)
 
     def _upload(self, uploader: Uploader, stream: str, packs: list[int]) -> None:
         started = time.monotonic()

@@ -87,7 +87,7 @@ def packs_of(folder: Folder, suffix: str) -> list[int]:
 
 
 def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogContents, *, direct: bool) -> int:
-    """Seal a pack whose writer is done with it; return the bytes of its files.
+    """Seal a pack whose writer is done with it; return the bytes that its files take on disk.
 
     An array with fewer bytes than ``rows`` says gets what is there and no index, so that neither a reference nor Zarr
     reads zeros for what is missing.
@@ -111,7 +111,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
             if contents.payloads or any(rows.values()):
                 table = records.encode(contents.payloads)
                 documents.add(f"{folder.path}/records/{pack}.arrow", table)  # the last one, so the last to be seen
-                n_bytes += len(table)
+                n_bytes += -(-len(table) // BLOCK) * BLOCK
             documents.sync()
             documents.publish()
         reach("seal.documents")
@@ -136,19 +136,20 @@ def _complete_shards(folder: Folder, pack: int, rows: Mapping[str, int], *, dire
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fd, is_direct = open_shard(path, folder.root, direct=direct)
             stack.callback(os.close, fd)
-            n_bytes += _complete_shard(fd, folder, spec, pack, n, direct=is_direct)
+            _complete_shard(fd, folder, spec, pack, n, direct=is_direct)
             fds.append(fd)
             folders += folder.shard_folders(spec, pack)
         for fd in fds:
             os.fsync(fd)
+            n_bytes += os.fstat(fd).st_blocks * 512  # what evicting it frees
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     for path in folders:
         sync_dir(path)
     return n_bytes
 
 
-def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> int:
-    """Write what a shard file lacks: rows, padding, index. Returns its size."""
+def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> None:
+    """Write what a shard file lacks: rows, padding, index."""
     payload, rows_end = find_payload(folder, spec, pack), n_rows * spec.row_bytes
     index, index_start = b"", payload.end
     if payload.end >= rows_end:
@@ -171,7 +172,6 @@ def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows:
     if payload.size > final:
         os.ftruncate(fd, final)
     pwrite_all(fd, buffer[cut - base : final - base], cut)
-    return final
 
 
 def _load(fd: int, payload: Payload, base: int, stop: int, buffer: memoryview, *, direct: bool) -> None:
