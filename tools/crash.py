@@ -26,15 +26,16 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 import spool
-from spool.config import kill_point, parse_uri
+from spool.config import parse_uri
 from spool.errors import LockedError, NotFoundError, ReleasedError, SpoolError
 from spool.formats import manifest
 from spool.logs.cold import FACTS, GONE, MANIFESTS, parse_gone_key
@@ -132,6 +133,33 @@ def read(uri: str, cold: str) -> None:
             except (SpoolError, AssertionError) as error:
                 told.tell("wrong", where=place, error=repr(error))
         time.sleep(0.1)
+
+
+def prepare(uri: str, seed: int, role: str) -> None:
+    """Make sure that there is work for another process: packs to bring over, to evict, to delete, to roll up."""
+    with spool.open(uri) as sp:
+        told = Acknowledged(1)
+        worker = Worker(sp, told, f"p{seed}", seed)
+        for number in range(4 if role == "rollup" else 1):
+            made = worker.batch(number)
+            sp.flush()
+            if role == "collect":
+                told.tell("letting", sessions=[f"p{seed}-{number}"])
+                sp.release(made) if made else sp.discard(f"p{seed}-{number}")
+                sp.flush()
+        if role != "spill":
+            fd, spiller = elect.require_lock(str(sp.config.root)), sp._spiller()
+            spiller._feeder.catch_up()
+            while spiller._spill():
+                pass
+            spiller.close()
+            os.close(fd)
+
+
+def follow(uri: str) -> None:
+    """Be a spiller."""
+    with spool.open(uri) as sp:
+        sp.spill()
 
 
 def evict_all(uri: str) -> None:
@@ -379,50 +407,90 @@ def _names(key: str, pack: Any) -> bool:
 
 
 class Process:
-    """A process that can be killed; what it acknowledges is drained into the claims."""
+    """A forked process that can be killed; what it acknowledges is drained into the claims."""
 
-    def __init__(self, role: str, uri: str, cold: str, claims: Claims, *, seed: int = 0, at: str = "") -> None:
+    def __init__(
+        self, role: str, uri: str, cold: str, claims: Claims, *, seed: int = 0, at: str = "", nth: int = 1
+    ) -> None:
         self.role = role
-        command = [sys.executable, "-m", "tools.crash", "--role", role, "--uri", uri, "--cold", cold]
-        if role == "spill":
-            command = [sys.executable, "-m", "spool", "spill", uri, "--follow"]
-        env = {**os.environ, "SPOOL_KILL_AT": at} if at else dict(os.environ)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process's own
-        self.process = subprocess.Popen(
-            [*command, *([] if role == "spill" else ["--seed", str(seed)])],
-            cwd=FOLDER, env=env, stdout=subprocess.PIPE, stderr=self._errors,
-        )  # fmt: skip
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
+        out, into = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.dup2(into, 1)
+            os.dup2(self._errors.fileno(), 2)
+            _be_and_end(role, uri, cold, seed, at, nth)
+        os.close(into)
+        self.returncode: int | None = None
         self._claims, self.ready = claims, threading.Event()
-        self._thread = threading.Thread(target=self._drain, daemon=True)
+        self._thread = threading.Thread(target=self._drain, args=(out,), daemon=True)
         self._thread.start()
 
-    def _drain(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.endswith(b"\n"):
-                self._claims.add(line)
-                self.ready.set()
+    def _drain(self, out: int) -> None:
+        with os.fdopen(out, "rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    self._claims.add(line)
+                    self.ready.set()
         self.ready.set()
 
     def wait(self, timeout_s: float) -> int | None:
         """Return how it ended, None where it has not."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        return self.process.returncode
+        until = time.monotonic() + timeout_s
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= until:
+                break
+            else:
+                time.sleep(0.01)
+        return self.returncode
 
     def kill(self) -> bool:
         """Kill it; return whether it was alive. That it ended otherwise, and not well, is a finding."""
-        alive = self.process.poll() is None
+        alive = self.wait(0) is None
         if alive:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait(60)
         self._thread.join()
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace")
-        held = "one is enough" in text
-        if self.process.returncode not in (0, -signal.SIGKILL) and not held:
-            self._claims.wrong.append(f"{self.role} ended with {self.process.returncode}: {text[-3000:]}")
+        self._errors.close()
+        if self.returncode not in (0, -signal.SIGKILL):
+            self._claims.wrong.append(f"{self.role} ended with {self.returncode}: {text[-3000:]}")
         return alive
+
+
+def _be_and_end(role: str, uri: str, cold: str, seed: int, at: str, nth: int) -> NoReturn:
+    code = 1
+    try:
+        elect.start = lambda *_: None  # the harness does
+        if at:
+            kill_at(at, nth)
+        be(role, uri, cold, seed)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def be(role: str, uri: str, cold: str, seed: int) -> None:
+    """Be one of the processes."""
+    match role:
+        case "write":
+            write(uri, seed, 2)
+        case "read":
+            read(uri, cold)
+        case "rollup":
+            roll_up(uri)
+        case _ if role.startswith("before "):
+            prepare(uri, seed, role.removeprefix("before "))
+        case _:
+            with contextlib.suppress(LockedError):
+                {"spill": follow, "evict": evict_all, "collect": collect}[role](uri)
 
 
 class Harness:
@@ -441,17 +509,19 @@ class Harness:
         self.kills: Counter[str] = Counter()
         self._seed = seed * 1_000_000
         self._others: list[Process] = []
+        spool.open(self.uri).close()
 
-    def run(self, points: Iterator[str], n_kills: int, *, report: Any = sys.stdout) -> None:
-        """Kill until there were ``n_kills``.
+    def run(self, points: Iterable[str], n_kills: int, *, report: Any = sys.stdout) -> None:
+        """Kill at ``points``, until there were ``n_kills``; then kill what is left, and check everything.
 
         Raises:
             AssertionError, SpoolError: what was found.
         """
         started, number = time.monotonic(), 0
         try:
-            while self.kills.total() < n_kills:
-                point = next(points)
+            for point in points:
+                if self.kills.total() >= n_kills:
+                    break
                 died = self._round(point)
                 check_round(self.uri, self.cold, self.claims, self.chance)
                 assert not self.claims.wrong, self.claims.wrong
@@ -467,9 +537,9 @@ class Harness:
         assert not self.claims.wrong, self.claims.wrong
         check_end(self.uri, self.cold, self.claims, self.chance)
 
-    def _start(self, role: str, at: str = "") -> Process:
+    def _start(self, role: str, at: str = "", nth: int = 1) -> Process:
         self._seed += 1
-        return Process(role, self.uri, self.cold, self.claims, seed=self._seed, at=at)
+        return Process(role, self.uri, self.cold, self.claims, seed=self._seed, at=at, nth=nth)
 
     def _keep(self) -> None:
         """Have a writer, a spiller and sometimes a reader at work beside the victim."""
@@ -484,10 +554,14 @@ class Harness:
     def _round(self, point: str) -> bool:
         role = ROLE_OF.get(point.partition(".")[0], self.chance.choice(["write", "spill", "collect", "evict"]))
         self._keep()
-        if role in ("spill", "evict", "collect"):  # these want the spiller's lock, or its work
+        if role != "write":  # the others want the spiller's lock, or its work
             self._end("spill")
+        if role != "write":
+            before = self._start(f"before {role}")
+            assert before.wait(LONGEST_S * 3) is not None, f"{before.role} does not end"
+            before.kill()
         nth = self.chance.choice([1, 1, 2, 3]) if point in POINTS and role == "write" else 1
-        victim = self._start(role, f"{point}:{nth}" if point in POINTS else "")
+        victim = self._start(role, point if point in POINTS else "", nth)
         died = False
         if point in POINTS:
             died = victim.wait(LONGEST_S if role in ("write", "spill") else 60) == -signal.SIGKILL
@@ -524,11 +598,7 @@ def main() -> None:
     parser.add_argument("--cold", default="", help="URL of an empty cold root; its endpoint and keys from AWS_...")
     parser.add_argument("--folder", help="where the hot root is made")
     parser.add_argument("--point", action="append", default=[], choices=[*POINTS, "at random"])
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    parser.add_argument("--uri", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.role:
-        return be(given.role, given.uri, given.cold, given.seed)
     folder = tempfile.mkdtemp(prefix="spool-crash-", dir=given.folder)
     harness = Harness(folder, given.cold, given.seed)
     points = each_point(given.point, 5, random.Random(given.seed))
@@ -541,24 +611,6 @@ def main() -> None:
         sys.stdout.write(f"{n:6} {name}\n")
     sys.stdout.write(f"{harness.kills.total()} kills, {len(harness.claims.steps)} steps, nothing found\n")
     shutil.rmtree(folder)
-    return None
-
-
-def be(role: str, uri: str, cold: str, seed: int) -> None:
-    """Be one of the processes."""
-    point = kill_point()
-    if point is not None:
-        kill_at(*point)
-    match role:
-        case "write":
-            write(uri, seed, 2)
-        case "read":
-            read(uri, cold)
-        case "rollup":
-            roll_up(uri)
-        case _:
-            with contextlib.suppress(LockedError):
-                {"evict": evict_all, "collect": collect}[role](uri)
 
 
 if __name__ == "__main__":
