@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from tools import crash  # noqa: E402
 
-LONG_S = 120
+LONG_S = 200
 forks = multiprocessing.get_context("fork")
 
 
@@ -167,7 +167,6 @@ def test_a_forked_child_has_its_own_and_harms_nothing(uri, cold, by_hand):
         assert [row.session_id for row in sp.sessions()] == ["before", "live", "child"]
         assert sp._catalog.check() == []
         sp.flush()
-        assert in_fork(sp.spill) == 1  # its writer lives in the parent: it is no child's to end
     spill(uri)
     with spool.open(cold) as there:
         assert {row.session_id for row in there.sessions()} == {"before", "live", "child"}
@@ -214,8 +213,9 @@ def test_half_made_and_temporary_things_are_swept(tmp_path, uri, by_hand):
     half = hot / "streams" / ".new-20260101T000000-00000000"
     half.mkdir()
     (half / "zarr.json").write_bytes(b"{}")
-    old = [hot / ".spiller.json.0123.tmp", hot / ".spool-0123.json", hot / "streams" / stream / "records" / ".0.cold.1.tmp",
-           cold / "manifests" / ".m.parquet.1.tmp"]  # fmt: skip
+    records = hot / "streams" / stream / "records"
+    old = [hot / ".spiller.json.0123.tmp", hot / ".spool-0123.json", records / ".0.cold.1.tmp"]
+    old.append(cold / "manifests" / ".m.parquet.1.tmp")
     young = cold / "manifests" / ".m.parquet.2.tmp"  # of another node, at work
     for path in [*old, young]:
         path.write_bytes(b"half")

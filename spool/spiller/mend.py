@@ -123,7 +123,7 @@ def _is_readable(root: str, stream: str, pack: int) -> bool:
 def mend_markers(root: str, cold: ColdFeeder, again: Callable[[str, int], object]) -> list[Pack]:
     """Write torn markers of spilled packs anew; return those that were.
 
-    What they held is in the pack's manifest. Where that is lost too, and the hot copy is there, it is brought over anew.
+    What they held is in the pack's manifest. Where that is lost too, a hot copy is brought over again.
 
     Args:
         root: the hot root.
