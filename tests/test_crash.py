@@ -251,7 +251,8 @@ def test_torn_markers_are_written_anew(tmp_path, uri, by_hand):
     os.unlink(tmp_path / "hot" / "catalog.sqlite")
     with spool.open(uri) as sp:
         assert_same(sp.read(segments), wanted)
-        assert dump.items() <= sp._catalog.dump().items() or sp._catalog.dump() == dump
+        assert len(list(sp.sessions())) == 3
+        assert sp._catalog.dump() == dump
 
 
 def test_a_torn_mark_of_a_deletion_still_says_released(tmp_path, uri, cold, by_hand):
@@ -396,7 +397,7 @@ def test_of_ten_spillers_that_are_started_at_once_one_works(uri):
         ]
         for other in others:
             _, said = other.communicate(timeout=LONG_S)
-            assert other.returncode == 1 and "one is enough" in said, said
+            assert other.returncode == 4 and "one is enough" in said, said
         assert elect.is_running(root) and read_status(root).pid == first
 
 
