@@ -52,8 +52,9 @@ from tools.soak import FOLDER, KEPT, SHAPE, Acknowledged, assert_same, check_ste
 OPTIONS = "hot_bytes=2GiB&grace_s=0.05&publish_interval_s=0.1&cold_deadline_s=20"
 SAMPLE = 40
 """Acknowledged steps that are read after each kill, beside those that are new."""
-ROLE_OF = {"append": "write", "seal": "write", "release": "write", "spill": "spill", "evict": "evict",
+ROLE_OF = {"append": "write", "seal": "write", "release": "before collect", "spill": "spill", "evict": "evict",
            "collect": "collect", "delete": "collect", "rollup": "rollup"}  # fmt: skip
+ROLES_WITH_WORK = ("spill", "evict", "collect", "rollup")
 LONGEST_S = 20.0
 
 
@@ -66,7 +67,7 @@ class Worker(soak.Worker):
     def size(self) -> int:
         return self.chance.choice([1, 9, 60, 300, 2500])
 
-    def batch(self, number: int) -> list[Any]:
+    def batch(self, number: int, *, ends: bool = False) -> list[Any]:
         """Record one session of steps, transactions and late facts; return its segments, none where it stays open."""
         session_id = f"{self.name}-{number}"
         s = self.sp.session(session_id, group_id=self.name, experts=SHAPE, fields=[KEPT])
@@ -78,7 +79,7 @@ class Worker(soak.Worker):
                 self.step(s, chains, f"s{count}", told=True)
         if chains and self.chance.random() < 0.3:
             self.facts(session_id, chains)
-        if self.chance.random() < 0.15:
+        if not ends and self.chance.random() < 0.15:
             return []
         refs: list[Any] = s.finalize(view=self.chance.choice(["lineage", "timeline"]))
         self.told.tell("final", session=session_id, refs=[packed(ref) for ref in refs])
@@ -140,13 +141,15 @@ def prepare(uri: str, seed: int, role: str) -> None:
     with spool.open(uri) as sp:
         told = Acknowledged(1)
         worker = Worker(sp, told, f"p{seed}", seed)
-        for number in range(4 if role == "rollup" else 1):
-            made = worker.batch(number)
+        n_left, number = (4 if role == "rollup" else 1), 0
+        while n_left:
+            made, session_id = worker.batch(number, ends=True), f"p{seed}-{number}"
             sp.flush()
             if role == "collect":
-                told.tell("letting", sessions=[f"p{seed}-{number}"])
-                sp.release(made) if made else sp.discard(f"p{seed}-{number}")
+                told.tell("letting", sessions=[session_id])
+                sp.release(made)
                 sp.flush()
+            number, n_left = number + 1, n_left - bool(made)  # a session without a generated token has no segment
         if role != "spill":
             fd, spiller = elect.require_lock(str(sp.config.root)), sp._spiller()
             spiller._feeder.catch_up()
@@ -556,7 +559,7 @@ class Harness:
         self._keep()
         if role != "write":  # the others want the spiller's lock, or its work
             self._end("spill")
-        if role != "write":
+        if role in ROLES_WITH_WORK:
             before = self._start(f"before {role}")
             assert before.wait(LONGEST_S * 3) is not None, f"{before.role} does not end"
             before.kill()
