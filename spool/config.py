@@ -129,6 +129,23 @@ def search_roots() -> tuple[str, ...]:
     return tuple(part for part in os.environ.get("SPOOL_ROOTS", "").split(os.pathsep) if part)
 
 
+def kill_point() -> tuple[str, int] | None:
+    """Return the named point at which this process is to die, and when: the first time it is reached, the second ...
+
+    ``$SPOOL_KILL_AT`` names it, for tests of crashes: ``evict.shard``, or ``evict.shard:3`` for the third time.
+
+    Raises:
+        ConfigError: the number is none.
+    """
+    text = os.environ.get("SPOOL_KILL_AT")
+    if not text:
+        return None
+    point, _, nth = text.partition(":")
+    if nth and not (nth.isdecimal() and int(nth)):
+        raise ConfigError(f"SPOOL_KILL_AT={text!r} is not valid: write a point and a number from 1 on: evict.shard:3")
+    return point, int(nth or 1)
+
+
 def parse_uri(uri: str | os.PathLike[str] | None) -> Config:
     """Parse ``file:///path?option=value&...`` or a plain path.
 

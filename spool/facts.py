@@ -22,6 +22,7 @@ from spool.model.events import Annotated, Attached, Checkpointed, Event, Release
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
+from spool.points import reach
 from spool.recorder import Recorder
 from spool.write.stream import Rows, Run
 
@@ -149,6 +150,7 @@ class Facts:
         released = self._known.released(refs)
         events = (Released(name, time.time(), tuple(ref.key for ref in own), tag) for name, own in released.items())
         self._record(*events)
+        reach("release.recorded")
 
     def checkpointed(self, tag: str) -> None:
         """See `Spool.checkpointed`."""

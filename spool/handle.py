@@ -591,7 +591,7 @@ class Spool:
         }
 
     def rebuild(self) -> dict[str, Any]:
-        """Make the catalog anew from the commit logs, which alone count.
+        """Make the catalog anew from the commit logs, and from the cold root's manifests where there is one.
 
         Returns:
             What it then holds, and as ``problems`` what of the logs could not be taken in.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spool.catalog import Catalog, Located
 from spool.config import Config
-from spool.errors import NotFoundError, ReleasedError
+from spool.errors import IntegrityError, NotFoundError, ReleasedError
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
-from spool.model.events import Event, StepCommitted, ToolsStored
+from spool.model.events import Event, SessionDiscarded, StepCommitted, ToolsStored
 from spool.model.fields import TOKEN_IDS
 from spool.model.refs import SegmentRef, StepRef
 from spool.rollout.state import SessionState
@@ -37,13 +37,29 @@ class History:
 
         Raises:
             NotFoundError: no such session is recorded.
-            ReleasedError: it was discarded.
+            ReleasedError: it was discarded, or packs with events of it were deleted.
         """
         located = self._located(session_id)
-        state = SessionState.from_events(self._spool_id, [item.event for item in located], roots=self._roots)
-        if state.discarded is not None:
+        if any(isinstance(item.event, SessionDiscarded) for item in located):
             raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
-        return state
+        try:
+            return SessionState.from_events(self._spool_id, [item.event for item in located], roots=self._roots)
+        except IntegrityError as error:
+            self._check_deleted(session_id, located, error)
+            raise
+
+    def _check_deleted(self, session_id: str, located: Sequence[Located], error: IntegrityError) -> None:
+        """Raise ReleasedError where what is missing of a session may have been in a pack that was deleted.
+
+        That the session was withdrawn with it may be on its way: another process recorded it.
+        """
+        for stream in sorted({item.stream for item in located}):
+            for row in self._catalog.packs.rows("gone", stream=stream):
+                raise ReleasedError(
+                    f"session {session_id!r} is there in part only ({error}): pack {row.pack} of stream {stream} was "
+                    f"deleted, {row.reason or 'released or discarded'}",
+                    session_id=session_id, stream=stream, pack=row.pack,
+                ) from error  # fmt: skip
 
     def require(self, session_id: str) -> None:
         """Check that a session is recorded.

@@ -9,6 +9,8 @@ import os
 import signal
 from collections.abc import Callable
 
+from spool.errors import ConfigError
+
 POINTS = (
     "append.filled",  # rows are in the rings, the event is not built
     "append.written",  # payload is on disk, the frame is not
@@ -52,10 +54,10 @@ def kill_at(point: str, nth: int = 1) -> None:
     """Kill this process with SIGKILL when ``point`` is reached for the ``nth`` time.
 
     Raises:
-        ValueError: there is no such point.
+        ConfigError: there is no such point.
     """
     if point not in POINTS:
-        raise ValueError(f"{point!r} is not one of {', '.join(POINTS)}")
+        raise ConfigError(f"there is no point {point!r} to be killed at; there are {', '.join(POINTS)}")
     left = nth
 
     def count(reached: str) -> None:

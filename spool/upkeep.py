@@ -43,5 +43,5 @@ class Upkeep:
         while not self._stop.wait(self._period_s):
             try:
                 self._work()
-            except SpoolError as error:
+            except (SpoolError, OSError) as error:
                 log.warning("upkeep goes on after: %s", error)

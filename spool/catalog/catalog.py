@@ -16,6 +16,7 @@ from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
 from spool.catalog.packs import Packs
 from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
 from spool.catalog.schema import GONE, DamagedError
+from spool.catalog.space import give_back
 from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
 from spool.errors import StorageError
 from spool.model.events import Annotated, Attached, StepCommitted
@@ -227,6 +228,7 @@ class Catalog:
             if connection.execute("SELECT state FROM packs WHERE id = ?", (log,)).get == GONE:
                 return False
             forget.forget(connection, log)
+            give_back(connection, log)
             connection.execute(
                 "UPDATE packs SET state = ?, gone_at = ?, reason = ? WHERE id = ?", (GONE, at, reason, log)
             )

@@ -9,6 +9,7 @@ from spool.catalog import tiers
 from spool.catalog.database import Database
 from spool.catalog.rows import PackRow, PackState, PackUse, SessionEnd
 from spool.catalog.schema import EVICTED, GONE, OPENED, STATES
+from spool.catalog.space import give_back
 from spool.catalog.uses import pack_id
 
 _MARK = """
@@ -54,7 +55,8 @@ class Packs:
     ) -> None:
         """Say what became of a pack. Its state only goes forward, and what is None stays as it was.
 
-        One that is gone stays gone; `Catalog.forget` makes it so.
+        One that is gone stays gone; `Catalog.forget` makes it so. The room of one that leaves the hot tier is given
+        back with that, once, whoever says so first.
 
         Raises:
             StorageError: the catalog cannot be written.
@@ -65,8 +67,10 @@ class Packs:
         if found is not None and _says(found, number, hot_bytes, stored_bytes, sealed_at):
             return
         with self._database.writing() as connection:
-            values = (number, hot_bytes, stored_bytes, sealed_at, GONE)
-            connection.execute(_MARK, (pack_id(connection, stream, pack), *values))
+            log = pack_id(connection, stream, pack)
+            if number >= EVICTED:
+                give_back(connection, log)
+            connection.execute(_MARK, (log, number, hot_bytes, stored_bytes, sealed_at, GONE))
 
     def hot_totals(self) -> dict[PackState, tuple[int, int, int]]:
         """Return by state how many packs there are and their bytes in the hot and the cold tier."""

@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spool.catalog.schema import STATES
+
 if TYPE_CHECKING:
+    import apsw
+
     from spool.catalog.catalog import Catalog
+
+_IN_HOT = (STATES.index("sealed"), STATES.index("spilled"))
+_GIVE_BACK = """
+UPDATE space SET n_bytes = n_bytes - ifnull(p.hot_bytes, 0) FROM packs p
+WHERE p.id = ? AND p.state IN (?, ?) AND space.stream = p.stream"""
+
+
+def give_back(connection: apsw.Connection, pack: int) -> None:
+    """Subtract what a pack takes, which is about to leave the hot tier, unless it has left before.
+
+    Args:
+        connection: inside the transaction that says so.
+        pack: number of its row.
+    """
+    connection.execute(_GIVE_BACK, (pack, *_IN_HOT))
+    connection.execute("DELETE FROM space WHERE n_bytes <= 0")
 
 
 class Space:

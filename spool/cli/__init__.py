@@ -11,6 +11,8 @@ import click
 
 from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
+from spool.config import kill_point
+from spool.points import kill_at
 
 VERBS = (
     "cat", "checkpointed", "demo", "du", "export", "gc", "import", "info", "locate", "ls", "publish", "rebuild",
@@ -87,6 +89,9 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             # whatever the locale: what it cannot say is shown as an escape
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        die_at = kill_point()
+        if die_at is not None:
+            kill_at(*die_at)
         code = root.main(standalone_mode=False)
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (every failure becomes one line and one code)

@@ -168,6 +168,10 @@ class ColdFeeder:
             self._damaged.clear()
             return self.catch_up()
 
+    def damaged(self) -> list[str]:
+        """Return the keys of objects that could not be taken in."""
+        return list(self._damaged)
+
     def _look(self) -> bool:
         # what is known is asked for first: another process may take in an object that is put after the listing
         seen = self._catalog.packs.seen()

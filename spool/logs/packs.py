@@ -213,12 +213,9 @@ def write_gone(root: str, stream: str, pack: int, gone: GoneMark) -> None:
 
 
 def parse_tombstone(data: bytes, where: str) -> GoneMark:
-    """Return what a cold root says of a deleted pack.
-
-    Raises:
-        IntegrityError: it is torn.
-    """
+    """Return what a cold root says of a deleted pack; that it is deleted where nothing else can be read."""
     try:
         return msgspec.json.decode(data, type=GoneMark)
     except msgspec.DecodeError as error:
-        raise IntegrityError(f"{where} is torn: {error}; it said when a pack was deleted", file=where) from error
+        log.warning("%s is torn, when and why the pack was deleted is lost: %s", where, error)
+        return GoneMark()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,7 @@ from spool.model.events import SessionDiscarded
 from spool.points import reach
 from spool.retention import Decision, Policy, decide
 from spool.spiller.evict import delete
+from spool.spiller.turns import turn
 from spool.stores.objects import Objects
 
 Pack = tuple[str, int]
@@ -129,8 +131,9 @@ class Collector:
         """Delete what was buried long enough ago; return how many packs wait for that."""
         mine = {pack: gone for pack, gone in buried.items() if not gone.done and self._is_mine(pack[0])}
         due = {pack: gone for pack, gone in mine.items() if time.time() - (gone.at or 0.0) >= self._grace_s}
-        for _ in finish(cold, due, buried):
-            pass
+        with turn(self._root, alone=True) if self._root is not None and due else nullcontext():
+            for _ in finish(cold, due, buried):
+                pass
         return len(mine) - len(due)
 
     def _is_mine(self, stream: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from spool.catalog import Catalog
-from spool.logs.packs import GoneMark, marker_path, write_gone
-from spool.logs.streams import records_path
+from spool.logs.packs import GoneMark, list_packs, marker_path, read_gone, write_gone
+from spool.logs.streams import records_path, stream_names
 from spool.points import reach
 from spool.write.folder import open_folder, unlink_quietly
 from spool.write.seal import remove_shard
@@ -20,11 +21,12 @@ def evict(root: str, catalog: Catalog, stream: str, pack: int) -> None:
     Raises:
         SpoolError: the stream's folder or the catalog cannot be used.
     """
+    if os.path.exists(marker_path(root, stream, pack, "gone")):
+        return  # somebody deletes it just now
     assert os.path.exists(marker_path(root, stream, pack, "cold")), f"pack {pack} of {stream} is not in the cold root"
-    n_bytes = _remove_files(root, stream, pack)
+    _remove_files(root, stream, pack)
     reach("evict.removed")
     catalog.packs.mark(stream, pack, "evicted")
-    catalog.settle(stream, n_bytes)
 
 
 def delete(root: str, catalog: Catalog, stream: str, pack: int, gone: GoneMark) -> None:
@@ -36,24 +38,35 @@ def delete(root: str, catalog: Catalog, stream: str, pack: int, gone: GoneMark) 
     if not os.path.exists(marker_path(root, stream, pack, "gone")):
         write_gone(root, stream, pack, gone)
     reach("delete.marked")
-    n_bytes = _remove_files(root, stream, pack)
+    _remove_files(root, stream, pack)
     unlink_quietly(marker_path(root, stream, pack, "cold"))
     reach("delete.removed")
     catalog.forget(stream, pack, at=gone.at, reason=gone.reason)
-    catalog.settle(stream, n_bytes)
 
 
-def _remove_files(root: str, stream: str, pack: int) -> int:
-    """Remove shards, then records; return the bytes that were freed on disk."""
+def complete_deletions(root: str, catalog: Catalog) -> list[tuple[str, int]]:
+    """Delete what is left of packs that are marked as gone; return those of which something was.
+
+    Raises:
+        SpoolError: a stream's folder or the catalog cannot be used.
+    """
+    found = []
+    for stream in stream_names(root):
+        with suppress(FileNotFoundError):
+            packs = list_packs(f"{root}/streams/{stream}/records")
+            for pack in sorted(packs.gone & (packs.sealed | packs.cold)):
+                delete(root, catalog, stream, pack, read_gone(root, stream, pack) or GoneMark())
+                found.append((stream, pack))
+    return found
+
+
+def _remove_files(root: str, stream: str, pack: int) -> None:
+    """Remove shards, then records."""
     folder, _ = open_folder(root, stream)
-    paths = [folder.shard_path(spec, pack) for spec in folder.schema.arrays]
-    records = records_path(root, stream, pack)
-    n_bytes = sum(map(disk_bytes, [*paths, records]))
     for spec in folder.schema.arrays:
         remove_shard(folder, spec, pack)
         reach("evict.shard")
-    unlink_quietly(records)
-    return n_bytes
+    unlink_quietly(records_path(root, stream, pack))
 
 
 def disk_bytes(path: str) -> int:

@@ -27,6 +27,7 @@ from spool.retention import Eviction, eviction_plan, over
 from spool.spiller.collect import Collected
 from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
+from spool.spiller.mend import Mender
 from spool.spiller.plan import ANY_PACK, ROUND_PACKS, Pressure, packs_to_spill, pressure
 from spool.spiller.rollup import roll_up
 from spool.spiller.status import Damaged, Status, status_path
@@ -106,6 +107,7 @@ class Spiller:
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="spool-spill-stream")
         self._status = Status(os.getpid(), 0.0)
         self._damaged: dict[tuple[str, int], tuple[Damaged, float]] = {}
+        self._mender = Mender(self._root, catalog, feeder, cold, self._bring)
         self._upload_s = 0.0
         self._lock = file_identity(lock_path(self._root))
         self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
@@ -241,9 +243,10 @@ class Spiller:
         if time.monotonic() - self._kept_at < UPKEEP_S:
             return False
         self._kept_at = time.monotonic()
-        self._recover()
+        recovered = self._recover()
         if self._cold is not None:
             self._cold.catch_up()
+        self._mender.work(recovered=recovered)
         self._expire()
         self._tidy()
         return self._delete()
@@ -256,10 +259,11 @@ class Spiller:
         self._cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
         self._tidied_at = time.monotonic()
 
-    def _recover(self) -> None:
+    def _recover(self) -> bool:
         self._recovered_at = time.monotonic()
-        recover(self._root)
+        found = recover(self._root)
         self._feeder.catch_up()
+        return bool(found)
 
     def _delete(self) -> bool:
         self._collected_at = time.monotonic()
@@ -301,6 +305,10 @@ class Spiller:
             self._status, n_spilled=n_spilled, spilled_bytes=stored, bytes_per_s=stored / self._upload_s
         )
         return True
+
+    def _bring(self, stream: str, pack: int) -> None:
+        assert self._uploader is not None
+        self._upload(self._uploader, stream, [pack])
 
     def _upload(self, uploader: Uploader, stream: str, packs: list[int]) -> list[PackEntry]:
         """Bring packs of one stream over; in a thread of its own."""

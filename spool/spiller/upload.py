@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple, TypeVar
 
 from spool.errors import IntegrityError, NotFoundError, StorageError
@@ -20,13 +20,14 @@ from spool.formats.cold_arrays import Codec, ColdLayout
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_attributes, parse_rows, shard_key
 from spool.logs.cold import manifest_key, records_key
-from spool.logs.packs import read_entry, write_cold
+from spool.logs.packs import marker_path, read_entry, write_cold
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.points import reach
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
 from spool.spiller.evict import disk_bytes
+from spool.spiller.turns import turn
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file
 from spool.stores.objects import Objects
@@ -93,15 +94,23 @@ class Uploader:
         self._threads.shutdown()
 
     def upload(self, name: str, packs: Sequence[int]) -> list[PackEntry]:
-        """Bring sealed packs of one stream to the cold root; return what is there now. Of a stream once at a time.
+        """Bring sealed packs of one stream to the cold root, but for deleted ones; return what is there now.
+
+        Of a stream once at a time.
 
         Raises:
             IntegrityError: what is on disk is not what was recorded; the pack stays where it is.
             StorageError: a root failed; what is there already is written again next time.
         """
+        with turn(self._root, alone=False):
+            left = [pack for pack in packs if not os.path.exists(marker_path(self._root, name, pack, "gone"))]
+            return self._upload(name, left) if left else []
+
+    def _upload(self, name: str, packs: Sequence[int]) -> list[PackEntry]:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = self._open(name, packs[0])
+        self._look(stream)
         sent = all_of([self._packs.submit(self._send, stream, pack) for pack in packs])
         reach("spill.objects")
         self._describe(stream, [pack.entry for pack in sent])
@@ -125,9 +134,18 @@ class Uploader:
         except NotFoundError:
             data = self._group(folder, first)
             self._put(group_key(name), data)
-        known = {pack: read_entry(self._root, name, pack) for pack in packs_of(folder, ".cold")}
-        entries = {pack: entry for pack, entry in known.items() if entry is not None}
-        return Stream(folder, cold_arrays.parse_cold_group(data)[1], entries)
+        return Stream(folder, cold_arrays.parse_cold_group(data)[1], {})
+
+    def _look(self, stream: Stream) -> None:
+        """Learn which packs are in the cold root now: others may have been deleted since."""
+        there = set(packs_of(stream.folder, ".cold")).difference(packs_of(stream.folder, ".gone"))
+        for pack in stream.entries.keys() - there:
+            del stream.entries[pack]
+        for pack in there - stream.entries.keys():
+            with suppress(IntegrityError):  # a torn one is mended when the next spiller starts
+                entry = read_entry(self._root, stream.folder.name, pack)
+                if entry is not None:
+                    stream.entries[pack] = entry
 
     def _group(self, folder: Folder, pack: int) -> bytes:
         codecs: dict[str, Codec] = {}

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from spool.errors import SpoolError, StorageError
+from spool.points import reach
 from spool.stores.local import map_os_error
 from spool.write.group import Group, Ticket
 from spool.write.pack import Mark, Pack
@@ -179,7 +180,9 @@ class Committer:
         try:
             self._write_payload(pack, marks)
             if frames:
+                reach("append.written")
                 error = self._write_frames(pack, frames)
+                reach("append.committed")
         except BaseException as raised:  # noqa: BLE001 - raised again below
             error = raised
         if error is not None and attempt.n_whole == 0:

@@ -18,6 +18,7 @@ from spool.errors import SpoolError
 from spool.formats import records
 from spool.formats.shard import padded_bytes, parse_rows, shard_index
 from spool.model.fields import ArraySpec
+from spool.points import reach
 from spool.stores.local import (
     BLOCK,
     aligned_buffer,
@@ -103,6 +104,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
     """
     with mapped(folder.path):
         n_bytes, documents = _complete_shards(folder, pack, rows, direct=direct), Replacements()
+        reach("seal.shards")
         with documents:
             for spec in folder.schema.arrays:
                 _describe(folder, spec, pack, rows.get(spec.name, 0), documents)
@@ -112,6 +114,7 @@ def seal_pack(folder: Folder, pack: int, rows: Mapping[str, int], contents: LogC
                 n_bytes += -(-len(table) // BLOCK) * BLOCK
             documents.sync()
             documents.publish()
+        reach("seal.documents")
         for spec in folder.schema.arrays:
             _remove_tails(folder, spec, pack)
         os.unlink(log_path(folder.path, pack))
@@ -145,8 +148,8 @@ def _complete_shards(folder: Folder, pack: int, rows: Mapping[str, int], *, dire
     return n_bytes
 
 
-def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> int:
-    """Write what a shard file lacks: rows, padding, index. Returns its size."""
+def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows: int, *, direct: bool) -> None:
+    """Write what a shard file lacks: rows, padding, index."""
     payload, rows_end = find_payload(folder, spec, pack), n_rows * spec.row_bytes
     index, index_start = b"", payload.end
     if payload.end >= rows_end:
@@ -169,7 +172,6 @@ def _complete_shard(fd: int, folder: Folder, spec: ArraySpec, pack: int, n_rows:
     if payload.size > final:
         os.ftruncate(fd, final)
     pwrite_all(fd, buffer[cut - base : final - base], cut)
-    return final
 
 
 def _load(fd: int, payload: Payload, base: int, stop: int, buffer: memoryview, *, direct: bool) -> None:

@@ -20,6 +20,7 @@ from spool import locks
 from spool.errors import ConfigError, InputError, SessionStateError, SpoolError
 from spool.formats.frames import LOG_HEADER, frame
 from spool.model.fields import MAX_SHARD_BYTES, Schema, layout
+from spool.points import reach
 from spool.write.commit import Committer, OnCommit
 from spool.write.folder import Folder, make_folder
 from spool.write.group import Ticket
@@ -160,6 +161,7 @@ class StreamWriter:
             self._grants.take(cost)
             try:
                 runs = self._fill(rows)
+                reach("append.filled")
                 payload = event(runs)
                 data = b"" if payload is None else frame(payload)
                 self._grants.take(len(data))
