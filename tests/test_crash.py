@@ -21,7 +21,7 @@ from spool.logs.packs import marker_path
 from spool.points import POINTS, listen, reach
 from spool.spiller import elect
 from spool.spiller.evict import evict
-from spool.spiller.loop import read_status
+from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
 from spool.stores.remote import PIECE_BYTES
 

@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import spool
+from spool import locks
 from spool.config import parse_uri
 from spool.errors import LockedError, NotFoundError, ReleasedError, SpoolError
 from spool.formats import manifest
@@ -42,7 +43,6 @@ from spool.logs.cold import FACTS, GONE, MANIFESTS, parse_gone_key
 from spool.logs.packs import list_packs, parse_tombstone
 from spool.logs.streams import measure, stream_names
 from spool.points import POINTS, kill_at
-from spool.root import open_cold
 from spool.spiller import elect, rollup
 from spool.spiller.evict import evict
 from spool.stores.objects import Objects
@@ -156,13 +156,13 @@ def prepare(uri: str, seed: int, role: str) -> None:
             while spiller._spill():
                 pass
             spiller.close()
-            os.close(fd)
+            locks.release(fd)
 
 
 def follow(uri: str) -> None:
     """Be a spiller."""
     with spool.open(uri) as sp:
-        sp.spill()
+        sp.spill(follow=True)
 
 
 def evict_all(uri: str) -> None:
@@ -172,7 +172,7 @@ def evict_all(uri: str) -> None:
         sp._feeds.catch_up()
         for row in list(sp._catalog.packs.rows("spilled")):
             evict(root, sp._catalog, row.stream, row.pack)
-        os.close(fd)
+        locks.release(fd)
 
 
 def collect(uri: str) -> None:
@@ -185,8 +185,9 @@ def collect(uri: str) -> None:
 
 def roll_up(uri: str) -> None:
     """Roll manifests up, a few at a time."""
-    config, rollup.MANIFESTS_ROLLED = parse_uri(uri), 3
-    rollup.roll_up(open_cold(config, str(config.spill)), stream_names(str(config.root)))
+    rollup.MANIFESTS_ROLLED = 3
+    with spool.open(uri) as sp:
+        rollup.roll_up(sp._feeds.cold, sp._feeder.stream_names())
 
 
 # -- what was promised -----------------------------------------------------------------------------------------------
