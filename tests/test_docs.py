@@ -14,10 +14,24 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_program_in_the_readme_runs(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert "file:///tmp/spool" in program
     program = program.replace("file:///tmp/spool", f"file://{tmp_path}/spool")
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_program_with_a_cold_root_runs(tmp_path, s3_root):
+    _, program = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    recorded = (
+        "s = sp.session(experts='qwen3.6-35b-a3b')\n"
+        "s.append(prompt_token_ids=range(9), response_token_ids=[1], routed_experts=routing)\nsegments = s.finalize()"
+    )
+    assert "\n...  " in program
+    program = re.sub(r"\n\.\.\. [^\n]*", lambda _: f"\n{recorded}", program)
+    program = program.replace("file:///nvme/spool", f"file://{tmp_path}/spool").replace("s3://bucket/run7", s3_root)
+    setting = "import numpy as np, spool\nrouting = np.tile(np.arange(1, 9), (9, 40, 1))\n"
+    checks = "\nassert batch[0]['routed_experts'].shape == (9, 20, 8)\nsp.close()"
+    subprocess.run([sys.executable, "-c", setting + program + checks], check=True)
 
 
 def test_the_options_in_the_readme_are_those_of_a_uri():
