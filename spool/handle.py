@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -14,12 +13,12 @@ from typing import Any, Literal, Self, TypeVar, get_args, overload
 
 import msgspec
 
-from spool import arguments, audit, locks, status
+from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, PackRow, SessionRow
 from spool.config import parse_uri
 from spool.derived import derived_segments
-from spool.errors import ConfigError, InputError, IntegrityError
+from spool.errors import InputError, IntegrityError
 from spool.export import Exported, Format, Source
 from spool.export import export as write_export
 from spool.export.source import DtypeChoice
@@ -35,29 +34,22 @@ from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
 from spool.model.moe import MoEShape
 from spool.model.refs import Ref, SegmentRef, StepRef
-from spool.observe import Deleted, Observer, Waited, tell
+from spool.observe import Observer
 from spool.opening import opening, specs
-from spool.publishing import Publisher
 from spool.read.reader import ByteRange
 from spool.read.sample import Sample
 from spool.read.select import Tokens
 from spool.readers import Readers
 from spool.record import SuspendToken
 from spool.recorder import Recorder
-from spool.retention import Decision, Policy
+from spool.retention import Decision
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
 from spool.root import FORMAT, Place, find
 from spool.session import Session
-from spool.spiller.collect import Collected, Collector
-from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
-from spool.spiller.loop import Spiller
-from spool.spiller.rollup import roll_up
-from spool.spiller.status import Status as SpillerStatus
-from spool.spiller.status import read_status
 from spool.status import Status
-from spool.stores.hot import HotStore
+from spool.tiers import Tiers
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
@@ -139,9 +131,18 @@ class Spool:
         )
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
-        self._publisher: Publisher | None = None
-        if cold is not None:
-            self._publisher = Publisher(self._catalog, self._feeds, nudge=self._nudge, status=self._spiller_status)
+        self._tiers = Tiers(
+            config,
+            self._catalog,
+            self._feeds,
+            self._known,
+            self._recorder,
+            self._keeper,
+            self._readers.store,
+            expire=self.expire_idle,
+            withdraw=self._facts.withdraw,
+            observer=observer,
+        )
 
     def _is_local(self, stream: str, pack: int) -> bool:
         return self.config.root is not None and has_files(self.config.root, stream, pack)
@@ -307,17 +308,12 @@ class Spool:
             IntegrityError: a pack is not as it was recorded, and stays where it is.
             StorageError: it is not there when the time is over; nothing is lost, publish again.
         """
-        publisher, many = self._publishing(), self._to_publish(refs)
-        timeout_s = arguments.seconds("timeout_s", timeout_s)
-        with self._waiting("publish"):
-            publisher.publish(many, timeout_s)
+        self._tiers.publish(_references(refs), arguments.seconds("timeout_s", timeout_s))
 
     async def publish_async(self, refs: Ref | Sequence[Ref], *, timeout_s: float = 600.0) -> None:
         """`publish`; waiting holds no thread."""
-        publisher, many = self._publishing(), self._to_publish(refs)
-        timeout_s = arguments.seconds("timeout_s", timeout_s)
-        with self._waiting("publish"):
-            await publisher.publish_async(many, timeout_s, self._on_thread)
+        many = _references(refs)
+        await self._tiers.publish_async(many, arguments.seconds("timeout_s", timeout_s), self._on_thread)
 
     def unpublished(self, refs: Ref | Sequence[Ref]) -> list[tuple[str, int]]:
         """Return the packs, as (stream, number), that references need and that are not in the cold root yet.
@@ -326,41 +322,7 @@ class Spool:
             ConfigError: the spool has no cold root.
             ReleasedError: one of them was deleted.
         """
-        publisher, many = self._publishing(), self._to_publish(refs)
-        self._feeds.catch_up(fresh=True)
-        return sorted(publisher.missing(many)[1])
-
-    @contextlib.contextmanager
-    def _waiting(self, reason: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            tell(self._observer, Waited(time.monotonic() - began, reason))
-
-    def _to_publish(self, refs: Ref | Sequence[Ref]) -> list[Ref]:
-        many = _references(refs)
-        for ref in many:
-            self._known.own(ref)
-        self._known.settled(many)
-        return many
-
-    def _publishing(self) -> Publisher:
-        if self._publisher is None:
-            raise self._no_cold_root("publish")
-        return self._publisher
-
-    def _no_cold_root(self, verb: str) -> ConfigError:
-        return ConfigError(
-            f"the spool at {self.config.url} has no cold root to {verb} to: open it with ?spill=s3://bucket/prefix"
-        )
-
-    def _nudge(self) -> None:
-        if self._keeper is not None:
-            self._keeper.keep_running()
-
-    def _spiller_status(self) -> SpillerStatus | None:
-        return None if self.config.root is None else read_status(self.config.root)
+        return self._tiers.unpublished(_references(refs))
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -551,16 +513,7 @@ class Spool:
         problems = self._look()
         states = {(row.stream, row.pack): row.state for row in self._catalog.packs.rows()}
         recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), states, problems)
-        return audit.verify(self._readers.store, self._cold_packs(states), recorded, deep=deep, progress=progress)
-
-    def _cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
-        cold = self._feeds.cold
-        if cold is None:
-            return None
-        entries = cold.entries()
-        return audit.ColdPacks(
-            cold.objects, {pack: entry for pack, entry in entries.items() if states.get(pack) != "gone"}
-        )
+        return audit.verify(self._readers.store, self._tiers.cold_packs(states), recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
         """Return rows and bytes by stream, stored array and tier, as `spool du` prints them.
@@ -605,7 +558,7 @@ class Spool:
 
         Where events were lost the catalog is made anew: it may know them still, and others by the wrong number.
         """
-        found = recover(self._hot_root("recovery works on"), dry_run=dry_run)
+        found = recover(self._tiers.hot_root("recovery works on"), dry_run=dry_run)
         if not dry_run:
             if any(stream.damaged_bytes for stream in found):
                 self._feeds.rebuild()
@@ -643,27 +596,13 @@ class Spool:
             ConfigError: the spool has no hot root here, or no cold one.
             StorageError: a root failed; call it again. Where it goes on it tries again by itself.
         """
-        root = self._hot_root("a spiller works on")
-        if self._feeds.cold is None:
-            raise self._no_cold_root("spill")
-        if dry_run:
-            self._feeds.catch_up(fresh=True)
-            with contextlib.closing(self._spiller()) as spiller:
-                return spiller.sealed()
-        fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
-        try:
-            with contextlib.closing(self._spiller()) as spiller:
-                if not follow and not until_idle:
-                    return spiller.once(progress)
-                spiller.run(stop or threading.Event(), until_idle=until_idle)
-                return []
-        finally:
-            locks.release(fd)
+        return self._tiers.spill(
+            follow=follow, until_idle=until_idle, dry_run=dry_run, stop=stop, lock_fd=lock_fd, progress=progress
+        )
 
     def status(self) -> Status:
         """Return how the spool is doing: bytes by tier, backlog, watermarks, the spiller; see `Status`."""
-        self._feeds.catch_up(fresh=True)
-        return status.look(self.config, self.spool_id, self._catalog)
+        return self._tiers.status(self.spool_id)
 
     def export(
         self,
@@ -754,57 +693,7 @@ class Spool:
         Raises:
             StorageError: a root failed; call it again.
         """
-        self._feeds.catch_up(fresh=True)
-        plan = self._collector().plan()
-        if not dry_run:
-            self._collect(plan, progress)
-            if self.config.root is None and self._feeds.cold is not None:
-                roll_up(self._feeds.cold)
-        return plan
-
-    def _collect(
-        self, plan: Sequence[Decision] | None = None, progress: Callable[[int, int], object] | None = None
-    ) -> Collected:
-        collector = self._collector()
-        plan = collector.plan() if plan is None else plan
-        done = collector.run(_with_progress(plan, progress))
-        if done.n_gone:
-            tell(self._observer, Deleted(done.n_gone, sum(item.n_bytes for item in plan if item.go)))
-        return done
-
-    def _collector(self) -> Collector:
-        config = self.config
-        return Collector(
-            config.root,
-            self._catalog,
-            self._feeds.cold,
-            Policy(released=config.retention.released, age_s=config.retention.age_s),
-            grace_s=config.grace_s,
-            withdraw=self._facts.withdraw,
-        )
-
-    def _hot_store(self, what: str) -> HotStore:
-        self._hot_root(what)
-        assert self._readers.store is not None
-        return self._readers.store
-
-    def _hot_root(self, what: str) -> str:
-        if self.config.root is None:
-            raise ConfigError(f"{what} a hot root; {self.config.url} was opened, which is a cold one")
-        return self.config.root
-
-    def _spiller(self) -> Spiller:
-        return Spiller(
-            self.config,
-            self._catalog,
-            self._feeder,
-            self._feeds.cold,
-            self._hot_store("a spiller works on"),
-            own=self._recorder.stream_names,
-            expire=self.expire_idle,
-            collect=self._collect,
-            observer=self._observer,
-        )
+        return self._tiers.gc(dry_run=dry_run, progress=progress)
 
     # -- the handle itself -------------------------------------------------------------------------------------------
 
@@ -844,15 +733,6 @@ def _check_copy(root: str) -> None:
         found = made.verify().findings
     if found:
         raise IntegrityError(f"the copy is not whole: {found[0].text}; nothing was exported", file=found[0].file)
-
-
-def _with_progress(plan: Sequence[Decision], progress: Callable[[int, int], object] | None) -> Iterator[Decision]:
-    total, done = sum(item.n_bytes for item in plan if item.go), 0
-    for item in plan:
-        yield item
-        if item.go and progress is not None:
-            done += item.n_bytes
-            progress(done, total)
 
 
 def _step_or_segment(ref: object) -> StepRef | SegmentRef:

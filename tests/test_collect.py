@@ -63,7 +63,7 @@ def spill(uri):
 
 def collect(sp, **policy):
     """Delete by a policy of one's own; return what happened to each pack."""
-    own = sp._collector()
+    own = sp._tiers.collector()
     own._policy = Policy(released=True, **policy)
     sp._feeds.catch_up(fresh=True)
     plan = own.plan()
@@ -245,8 +245,8 @@ def test_a_reader_in_the_middle_of_a_read_finishes_within_grace(cold, tmp_path):
         thread.join(60)
         assert_same(got[0], wanted)
         # grace is over
-        sp._collector()
-        own = sp._collector()
+        sp._tiers.collector()
+        own = sp._tiers.collector()
         own._grace_s = 0.0
         own.run([])
         objects.get_range = plain

@@ -198,7 +198,7 @@ def test_a_stopped_machine_leaves_locks_that_nobody_holds(tmp_path, uri, cold, b
 
 def spill_once(sp):
     """Bring over what is sealed, in this process."""
-    spiller = sp._spiller()
+    spiller = sp._tiers.spiller()
     spiller._feeder.catch_up()
     while spiller._spill():
         pass
@@ -336,7 +336,7 @@ def test_rows_of_deleted_packs_do_not_come_back_with_the_next_pack(uri, cold, by
     with spool.open(uri) as sp:
         gone = record(sp, "gone")
         sp.flush()
-        spiller = sp._spiller()
+        spiller = sp._tiers.spiller()
         spiller._feeder.catch_up()
         assert spiller._spill()
         sp.release(gone)

@@ -186,7 +186,7 @@ def test_cancelled_publishes_are_forgotten(sp, tmp_path):
             await asyncio.wait_for(sp.publish_async(refs), 1)
 
     asyncio.run(work())
-    assert not sp._publisher._waiting
+    assert not sp._tiers._publisher._waiting
     (tmp_path / "cold" / "streams").unlink()
     sp.publish(refs, timeout_s=60)
 

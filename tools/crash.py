@@ -151,7 +151,7 @@ def prepare(uri: str, seed: int, role: str) -> None:
                 sp.flush()
             number, n_left = number + 1, n_left - bool(made)  # a session without a generated token has no segment
         if role != "spill":
-            fd, spiller = elect.require_lock(str(sp.config.root)), sp._spiller()
+            fd, spiller = elect.require_lock(str(sp.config.root)), sp._tiers.spiller()
             spiller._feeder.catch_up()
             while spiller._spill():
                 pass

@@ -1,0 +1,240 @@
+"""What a handle does between its tiers: publishing, being the spiller, deleting, looking how all that is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from spool import audit, locks, status
+from spool.catalog import Catalog, PackRow
+from spool.config import Config
+from spool.errors import ConfigError
+from spool.feeds import Feeds
+from spool.known import Known
+from spool.model.refs import Ref
+from spool.observe import Deleted, Observer, Waited, tell
+from spool.publishing import Publisher
+from spool.recorder import Recorder
+from spool.retention import Decision, Policy
+from spool.spiller.collect import Collected, Collector
+from spool.spiller.elect import require_lock
+from spool.spiller.keeper import Keeper
+from spool.spiller.loop import Spiller
+from spool.spiller.rollup import roll_up
+from spool.spiller.status import Status as SpillerStatus
+from spool.spiller.status import read_status
+from spool.stores.hot import HotStore
+
+T = TypeVar("T")
+Progress = Callable[[int, int], object]
+
+
+class Tiers:
+    """The tiers of one handle.
+
+    Args:
+        config: where they are.
+        catalog: the index.
+        feeds: bring it up to date; have the cold root.
+        known: checks references.
+        recorder: this process's streams.
+        keeper: starts a spiller; None where nothing is recorded here.
+        store: the hot root's bytes; None where there is none here.
+        expire: ends idle sessions of dead writers.
+        withdraw: records that sessions are withdrawn.
+        observer: told of what happens; None for nobody.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        catalog: Catalog,
+        feeds: Feeds,
+        known: Known,
+        recorder: Recorder,
+        keeper: Keeper | None,
+        store: HotStore | None,
+        *,
+        expire: Callable[[], object],
+        withdraw: Callable[[Sequence[str]], object],
+        observer: Observer | None,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._feeds = feeds
+        self._known = known
+        self._recorder = recorder
+        self._keeper = keeper
+        self._store = store
+        self._expire = expire
+        self._withdraw = withdraw
+        self._observer = observer
+        self._publisher: Publisher | None = None
+        if feeds.cold is not None:
+            self._publisher = Publisher(catalog, feeds, nudge=self._nudge, status=self._spiller_status)
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def publish(self, refs: Sequence[Ref], timeout_s: float) -> None:
+        """See `Spool.publish`."""
+        publisher = self._publishing(refs)
+        with self._waiting():
+            publisher.publish(refs, timeout_s)
+
+    async def publish_async(
+        self,
+        refs: Sequence[Ref],
+        timeout_s: float,
+        on_thread: Callable[[Callable[[], float | None]], Awaitable[float | None]],
+    ) -> None:
+        """See `Spool.publish_async`."""
+        publisher = self._publishing(refs)
+        with self._waiting():
+            await publisher.publish_async(refs, timeout_s, on_thread)
+
+    def unpublished(self, refs: Sequence[Ref]) -> list[tuple[str, int]]:
+        """See `Spool.unpublished`."""
+        publisher = self._publishing(refs)
+        self._feeds.catch_up(fresh=True)
+        return sorted(publisher.missing(refs)[1])
+
+    def _publishing(self, refs: Sequence[Ref]) -> Publisher:
+        for ref in refs:
+            self._known.own(ref)
+        self._known.settled(refs)
+        if self._publisher is None:
+            raise self._no_cold_root("publish")
+        return self._publisher
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            tell(self._observer, Waited(time.monotonic() - began, "publish"))
+
+    def _nudge(self) -> None:
+        if self._keeper is not None:
+            self._keeper.keep_running()
+
+    def _spiller_status(self) -> SpillerStatus | None:
+        return None if self._config.root is None else read_status(self._config.root)
+
+    # -- spilling and deleting ---------------------------------------------------------------------------------------
+
+    def spill(
+        self,
+        *,
+        follow: bool,
+        until_idle: bool,
+        dry_run: bool,
+        stop: threading.Event | None,
+        lock_fd: int | None,
+        progress: Progress | None,
+    ) -> list[PackRow]:
+        """See `Spool.spill`."""
+        root = self.hot_root("a spiller works on")
+        if self._feeds.cold is None:
+            raise self._no_cold_root("spill")
+        if dry_run:
+            self._feeds.catch_up(fresh=True)
+            with contextlib.closing(self.spiller()) as spiller:
+                return spiller.sealed()
+        fd = require_lock(root) if lock_fd is None else locks.adopt(lock_fd)
+        try:
+            with contextlib.closing(self.spiller()) as spiller:
+                if not follow and not until_idle:
+                    return spiller.once(progress)
+                spiller.run(stop or threading.Event(), until_idle=until_idle)
+                return []
+        finally:
+            locks.release(fd)
+
+    def spiller(self) -> Spiller:
+        """Return a spiller of the hot root; whoever lets it work holds the lock, and closes it."""
+        self.hot_root("a spiller works on")
+        assert self._store is not None
+        return Spiller(
+            self._config,
+            self._catalog,
+            self._feeds.hot,
+            self._feeds.cold,
+            self._store,
+            own=self._recorder.stream_names,
+            expire=self._expire,
+            collect=self._collect,
+            observer=self._observer,
+        )
+
+    def gc(self, *, dry_run: bool, progress: Progress | None) -> list[Decision]:
+        """See `Spool.gc`."""
+        self._feeds.catch_up(fresh=True)
+        plan = self.collector().plan()
+        if not dry_run:
+            self._collect(plan, progress)
+            if self._config.root is None and self._feeds.cold is not None:
+                roll_up(self._feeds.cold)
+        return plan
+
+    def collector(self) -> Collector:
+        """Return what deletes packs of the root that was opened."""
+        config = self._config
+        return Collector(
+            config.root,
+            self._catalog,
+            self._feeds.cold,
+            Policy(released=config.retention.released, age_s=config.retention.age_s),
+            grace_s=config.grace_s,
+            withdraw=self._withdraw,
+        )
+
+    def _collect(self, plan: Sequence[Decision] | None = None, progress: Progress | None = None) -> Collected:
+        collector = self.collector()
+        plan = collector.plan() if plan is None else plan
+        done = collector.run(_with_progress(plan, progress))
+        if done.n_gone:
+            tell(self._observer, Deleted(done.n_gone, sum(item.n_bytes for item in plan if item.go)))
+        return done
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def status(self, spool_id: str) -> status.Status:
+        """See `Spool.status`."""
+        self._feeds.catch_up(fresh=True)
+        return status.look(self._config, spool_id, self._catalog)
+
+    def cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
+        """Return what the cold root has of packs, by (stream, number), that are not gone; None where there is none."""
+        cold = self._feeds.cold
+        if cold is None:
+            return None
+        entries = {pack: entry for pack, entry in cold.entries().items() if states.get(pack) != "gone"}
+        return audit.ColdPacks(cold.objects, entries)
+
+    def hot_root(self, what: str) -> str:
+        """Return the hot root.
+
+        Raises:
+            ConfigError: the spool was opened from its cold one.
+        """
+        if self._config.root is None:
+            raise ConfigError(f"{what} a hot root; {self._config.url} was opened, which is a cold one")
+        return self._config.root
+
+    def _no_cold_root(self, verb: str) -> ConfigError:
+        return ConfigError(
+            f"the spool at {self._config.url} has no cold root to {verb} to: open it with ?spill=s3://bucket/prefix"
+        )
+
+
+def _with_progress(plan: Sequence[Decision], progress: Progress | None) -> Iterator[Decision]:
+    total, done = sum(item.n_bytes for item in plan if item.go), 0
+    for item in plan:
+        yield item
+        if item.go and progress is not None:
+            done += item.n_bytes
+            progress(done, total)
