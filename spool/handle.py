@@ -100,7 +100,6 @@ class Spool:
         observer: Observer | None = None,
     ) -> None:
         config = self.config = place.config
-        self._observer = observer
         self.spool_id, self._created = place.identity.id, place.identity.created
         self._fields = fields
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")

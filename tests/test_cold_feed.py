@@ -52,6 +52,11 @@ class Counting:
         self.before_get(key)
         return self._objects.get(key)
 
+    def get_range(self, key, start, stop):
+        self.requests.append(("get", key))
+        self.before_get(key)
+        return self._objects.get_range(key, start, stop)
+
     def list(self, prefix):
         self.requests.append(("list", prefix))
         return self._objects.list(prefix)

@@ -9,8 +9,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from spool.catalog import Catalog
@@ -182,8 +182,10 @@ class ColdFeeder:
             del self._damaged[key]
         new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
         whole = True
-        for start in range(0, len(new), PAGE):
-            whole &= self._take_in(new[start : start + PAGE])
+        # an index that nobody else sees is filled in one go
+        with self._catalog.bulk() if self._catalog.in_memory else nullcontext():
+            for found, contents in self._fetched(new):
+                whole &= self._take_in(found, contents)
         self._forget_lost(seen.difference(there, gone))
         return whole
 
@@ -226,9 +228,26 @@ class ColdFeeder:
         except NotFoundError:
             return None
 
-    def _take_in(self, found: Sequence[ObjectInfo]) -> bool:
+    def _fetched(self, new: Sequence[ObjectInfo]) -> Iterator[tuple[Sequence[ObjectInfo], list[bytes | None]]]:
+        """Yield pages of objects and what is in them; while one is taken in, the next is fetched."""
+        pages = [new[start : start + PAGE] for start in range(0, len(new), PAGE)]
+        ahead: list[Future[bytes | None]] = []
+        for page, later in zip(pages, [*pages[1:], []], strict=True):
+            jobs = ahead or [self._threads.submit(self._get_listed, info) for info in page]
+            ahead = [self._threads.submit(self._get_listed, info) for info in later]
+            yield page, [job.result() for job in jobs]
+
+    def _get_listed(self, info: ObjectInfo) -> bytes | None:
+        """Return an object of which the listing told the size; None where it is no longer there."""
+        try:
+            return self.objects.get_range(info.key, 0, info.size)
+        except NotFoundError:
+            return None
+        except IntegrityError:  # it is another one by now
+            return self._get(info.key)
+
+    def _take_in(self, found: Sequence[ObjectInfo], contents: Sequence[bytes | None]) -> bool:
         """Take in objects, but for damaged ones; return False where one is no longer there."""
-        contents = list(self._threads.map(lambda info: self._get(info.key), found))
         read = [item for info, data in zip(found, contents, strict=True) if data is not None
                 for item in self._decode(info, data)]  # fmt: skip
         with self._catalog.bulk():
