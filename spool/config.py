@@ -112,7 +112,7 @@ _DEFAULTS = dict(zip(OPTIONS, Config.__struct_defaults__, strict=True))
 def _text(value: object) -> str:
     """Return the value of an option as a URI carries it."""
     if isinstance(value, Retention):
-        parts = [*(["released"] if value.released else []), *([] if value.age_s is None else [f"age={value.age_s!r}"])]
+        parts = [*(["released"] if value.released else []), *([] if value.age_s is None else [f"age={value.age_s!r}s"])]
         return ",".join(parts) or "keep"
     if isinstance(value, tuple):
         return ",".join(value)
@@ -304,6 +304,8 @@ def _retention(value: str) -> Retention:
             name, _, age = part.partition("=")
             if name == "age":
                 age_s = parse_duration(age)
+                if not age_s or age.strip()[-1:].isdecimal():
+                    raise ConfigError("an age has a unit: 90s, 12h, 7d")
             elif part == "released":
                 released = True
             elif part != "keep" or len(parts) > 1:
@@ -316,4 +318,13 @@ def _retention(value: str) -> Retention:
     return Retention(released, age_s)
 
 
-_PARSERS: dict[str, Callable[[str], object]] = {"spill": cold_url, "retention": _retention}
+def _spill(value: str) -> str:
+    if _SCHEME.match(value) is None and not value.startswith("/"):
+        raise ConfigError(
+            "spill= takes a URL such as s3://bucket/prefix or file:///mnt/shared/run7, or an absolute path",
+            option="spill",
+        )
+    return cold_url(value)
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {"spill": _spill, "retention": _retention}

@@ -276,7 +276,12 @@ class _Wait:
             return NotFoundError(f"session {name!r} was not published in {self._timeout_s:g} s", session_id=name)
         packs = ", ".join(f"{pack} of stream {stream}" for stream, pack in sorted(self._missing)[:SHOWN])
         status = self._publisher.heard(fresh=True)
-        trouble = None if status is None else status.error
+        trouble = None
+        if status is not None and status.error is not None:
+            trouble = (
+                f"the spiller, process {status.pid}, says: {status.error} (it has the environment of the process that "
+                "started it: where that was wrong, end it, and the next publish starts another)"
+            )
         return StorageError(
             f"{len(self._missing)} packs are not in the cold root after {self._timeout_s:g} s (pack {packs}"
             f"{', ...' if len(self._missing) > SHOWN else ''}); {trouble or 'the spiller is still at work'}; nothing "

@@ -21,6 +21,7 @@ from spool.errors import (
     ReleasedError,
     SessionStateError,
     SpoolError,
+    StorageError,
 )
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
@@ -197,13 +198,16 @@ class Recorder:
         Raises:
             NotFoundError: there is a token, but no such session.
             SessionStateError: the record has gone on since the token was made.
-            LockedError: another live process records this session.
+            LockedError: another live process, or another node, records this session.
+            StorageError: whether it is recorded cannot be told.
         """
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
         if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(fresh=True)
             located = self._catalog.session_events(session_id)
+        if not located and token is None and not own:
+            located = self._look_elsewhere(session_id)
         if not located:
             if token is not None:
                 raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
@@ -251,12 +255,32 @@ class Recorder:
             self._feeder.catch_up()
             return self._catalog.session_events(session_id)
 
+    def _look_elsewhere(self, session_id: str) -> list[Located]:
+        """Return what other nodes published of a session, and what an index made anew had to leave out.
+
+        Raises:
+            StorageError: packs of this root are in the cold root only, which cannot be reached.
+        """
+        if self._feeds.cold is None:
+            return []
+        problems = self._feeds.catch_up()
+        located = self._catalog.session_events(session_id)
+        lost = next((problem for problem in problems if problem.kind == "evicted"), None)
+        if not located and lost is not None:
+            raise StorageError(
+                f"whether session {session_id!r} is recorded cannot be told: {lost.message}; try again when the cold "
+                "root is reached, or take an id that is drawn (session_id=None)",
+                session_id=session_id,
+            )
+        return located
+
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
-            if self._config.root is not None and is_live(self._config.root, stream):
+            elsewhere = stream not in self._feeder.stream_names()
+            if elsewhere or is_live(self._config.root or "", stream):
                 raise LockedError(
-                    f"session {session_id!r} is being recorded by another live process (stream {stream}); "
-                    "suspend it there and resume it here with the token",
+                    f"session {session_id!r} is being recorded by another {'node' if elsewhere else 'live process'} "
+                    f"(stream {stream}); suspend it there and resume it here with the token",
                     session_id=session_id, stream=stream,
                 )  # fmt: skip
 

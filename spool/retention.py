@@ -27,7 +27,7 @@ class Policy(Struct, frozen=True, kw_only=True):
 
     Attributes:
         released: packs whose sessions are over.
-        age_s: packs that were sealed so long ago, whatever their sessions.
+        age_s: packs that were sealed so long ago, whatever their sessions, but for open ones with a younger step.
         failed_keep_s: how long a session that failed counts as not released.
         unknown_keep_s: how long a pack is kept for sessions of which no opening is known.
     """
@@ -157,7 +157,8 @@ class _Plan:
             return why, []
         age_s = self._age_s(use)
         if self._is_aged(age_s):
-            return None, []
+            young = [name for name in use.data if self._is_going_on(name)]
+            return (f"{len(young)} of its sessions are open and go on" if young else None), young
         unknown_over = age_s >= self._policy.unknown_keep_s
         holders = [name for name in self._matters_to(use) if not self._lets_go(name, unknown_over)]
         if not self._policy.released:
@@ -207,6 +208,10 @@ class _Plan:
 
     def _age_s(self, use: PackUse) -> float:
         return self._now - use.row.sealed_at if use.row.sealed_at is not None else 0.0
+
+    def _is_going_on(self, session_id: str) -> bool:
+        end, age_s = self._sessions.get(session_id), self._policy.age_s or 0.0
+        return end is not None and end.state == "open" and end.last_at is not None and self._now - end.last_at < age_s
 
     def _is_aged(self, age_s: float) -> bool:
         return self._policy.age_s is not None and age_s >= self._policy.age_s

@@ -240,7 +240,8 @@ def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
     """
     known = read_cold_identity(cold)
     if known is None:
-        spool_id = hot.id if hot is not None else xxhash.xxh3_64_hexdigest(cold.url.encode())
+        drawn = secrets.token_hex(8) if cold.url.startswith("file://") else xxhash.xxh3_64_hexdigest(cold.url.encode())
+        spool_id = hot.id if hot is not None else drawn
         made = Identity(FORMAT, spool_id, time.time(), tier="cold")
         if cold.url.startswith("file://"):
             return _create(unquote(cold.url.removeprefix("file://")), made, hot)

@@ -138,7 +138,7 @@ class Tiers:
     ) -> list[PackRow]:
         """See `Spool.spill`."""
         root = self.hot_root("a spiller works on")
-        if self._feeds.cold is None:
+        if self._feeds.cold is None and not follow and not until_idle:
             raise self._no_cold_root("spill")
         if dry_run:
             self._feeds.catch_up(fresh=True)

@@ -113,7 +113,7 @@ def test_every_option_may_be_given():
 @pytest.mark.parametrize(
     ("text", "retention"),
     [
-        ("keep", Retention(released=False)), ("released", Retention()), ("age=90", Retention(False, 90.0)),
+        ("keep", Retention(released=False)), ("released", Retention()), ("age=90s", Retention(False, 90.0)),
         ("age=1.5h, released", Retention(True, 5400.0)), ("age=2w", Retention(False, 14 * 86400.0)),
     ],
 )  # fmt: skip
@@ -140,7 +140,8 @@ def test_a_cold_root_alone_is_a_location():
 @pytest.mark.parametrize(
     ("cold", "problem"),
     [
-        ("memory://x", "outlives"), ("s3://", "not a cold root"), ("s3:bucket", "not a cold root"), ("", "empty"),
+        ("memory://x", "outlives"), ("s3://", "not a cold root"), ("s3:bucket", "not a cold root"),
+        ("", "absolute path"), ("bucket/run7", "absolute path"),
         ("/a", "inside"), ("/a/b", "inside"), ("file:///", "inside"), ("s3://bucket/x%23y#z", "fragment"),
     ],
 )  # fmt: skip

@@ -131,3 +131,73 @@ def test_a_trainer_without_a_hot_root_annotates_and_releases(open_pair, cold):
         with pytest.raises(spool.SessionStateError):
             other.annotate("a", reward=1.0)
     wait_for(lambda: [row.reward for row in sp.sessions()] == [2.0], what="the trainer's fact")
+
+
+def test_an_id_that_another_node_recorded_is_not_begun_anew(open_pair):
+    at_a, at_b = open_pair("a"), open_pair("b")
+    steps = record(at_a, "same", final=False)
+    at_a.publish(steps, timeout_s=60)
+    with pytest.raises(spool.LockedError, match="another node"):
+        at_b.session("same").append(prompt_token_ids=[7], response_token_ids=[8])
+    at_a.session("same").finalize(outcome="completed")
+    assert [step.id for step in at_a.steps("same")] == [step.id for step in steps]
+
+
+def test_whether_an_id_is_recorded_is_not_guessed(tmp_path):
+    cold, hot = tmp_path / "cold", tmp_path / "hot"
+    uri = f"file://{hot}?spill=file://{cold}"
+    with spool.open(uri) as sp:
+        sp.publish(record(sp, "a", final=False), timeout_s=60)
+        for row in list(sp._catalog.packs.rows("spilled")):
+            evict(str(hot), sp._catalog, row.stream, row.pack)
+    wait_for(lambda: not is_running(str(hot)), what="the spiller's end")
+    for name in ("catalog.sqlite", "catalog.sqlite-wal", "catalog.sqlite-shm"):
+        (hot / name).unlink(missing_ok=True)
+    cold.rename(tmp_path / "away")
+    with spool.open(uri) as sp, pytest.raises(spool.StorageError, match="cannot be told"):
+        sp.session("a").append(prompt_token_ids=[1], response_token_ids=[2])
+    shutil.rmtree(cold, ignore_errors=True)
+    (tmp_path / "away").rename(cold)
+    with spool.open(uri) as sp:
+        assert len(sp.session("a").steps) == 3
+
+
+def test_without_a_cold_root_released_packs_make_room_by_themselves(tmp_path):
+    with spool.open(f"file://{tmp_path}/hot?hot_bytes=32MiB&append_timeout_s=60") as sp:
+        for number in range(24):
+            s = sp.session(f"s{number}")
+            s.append(prompt_token_ids=range(500_000), response_token_ids=[1])
+            sp.release(s.finalize(outcome="completed"))
+        assert sum(sp._catalog.usage().values()) <= 32 << 20
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["emptied", "swapped"])
+def test_nothing_is_entrusted_to_a_cold_root_that_is_not_the_one_that_was_joined(tmp_path, swapped):
+    cold, hot = tmp_path / "cold", tmp_path / "hot"
+    with spool.open(f"file://{hot}?spill=file://{cold}") as sp:
+        sp.publish(record(sp, "a"), timeout_s=60)
+    wait_for(lambda: not is_running(str(hot)), what="the spiller's end")
+    cold.rename(tmp_path / "away")
+    if swapped:
+        with spool.open(f"file://{tmp_path}/other?spill=file://{cold}") as other:
+            other.publish(record(other, "o"), timeout_s=60)
+    with spool.open(f"file://{hot}?spill=file://{cold}") as sp:
+        with pytest.raises(spool.StorageError, match="in its place" if swapped else "emptied"):
+            sp.publish(record(sp, "b"), timeout_s=12)
+        assert not list(cold.glob(f"streams/{sp._feeder.stream_names()[-1]}"))
+
+
+def test_a_copy_of_a_hot_root_replaces_nothing(tmp_path):
+    cold, hot, copy = tmp_path / "cold", tmp_path / "hot", tmp_path / "copy"
+    with spool.open(f"file://{hot}?spill=file://{cold}&spill_when=pressure") as sp:
+        record(sp, "a")
+        sp._catalog.close()
+        shutil.copytree(hot, copy, ignore=shutil.ignore_patterns("spiller*", "catalog*"))
+        segments = record(sp, "b")
+        sp.publish(segments, timeout_s=60)
+        wanted = sp.read(segments)
+    with spool.open(f"file://{copy}") as sp:
+        sp.recover()
+        assert [row.state for row in sp.spill()] == ["sealed"]
+    with spool.open(f"file://{cold}") as there:
+        assert_same(there.read(segments), wanted)

@@ -186,6 +186,7 @@ class SessionEnd(Struct, frozen=True):
         ended_at: when it was finalised, seconds since the epoch.
         n_held: segments it was finalised with that are not released, or under a tag that is not checkpointed.
         tags: tags under which segments of it are released.
+        last_at: its owner's last event, seconds since the epoch.
     """
 
     state: Literal["open", "final", "discarded", "unknown"]
@@ -193,6 +194,7 @@ class SessionEnd(Struct, frozen=True):
     ended_at: float | None = None
     n_held: int = 0
     tags: tuple[str, ...] = ()
+    last_at: float | None = None
 
 
 class Totals(Struct, frozen=True, kw_only=True):

@@ -126,7 +126,8 @@ def pack_bytes(root: str, stream: str, pack: int) -> int:
     folder = f"{root}/streams/{stream}"
     paths = [f"{folder}/records/{pack}.arrow"]
     for entry in _folders(folder):
-        paths += [f"{at}/{name}" for at, _, names in os.walk(f"{folder}/{entry}/c/{pack}") for name in names]
+        shard = f"{folder}/{entry}/c/{pack}"  # a file where a row has no inner shape, else a folder
+        paths += [shard, *(f"{at}/{name}" for at, _, names in os.walk(shard) for name in names)]
     return sum(map(_disk_bytes, paths))
 
 

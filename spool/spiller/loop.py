@@ -16,7 +16,7 @@ import msgspec
 
 from spool.catalog import Catalog, PackRow
 from spool.config import Config
-from spool.errors import IntegrityError, SpoolError
+from spool.errors import ConfigError, IntegrityError, SpoolError, StorageError
 from spool.formats.manifest import PackEntry
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder
@@ -24,6 +24,7 @@ from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
 from spool.retention import Eviction, eviction_plan, over
+from spool.root import read_cold_identity, read_identity
 from spool.spiller.collect import Collected
 from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
@@ -45,6 +46,8 @@ TIDY_S = 60.0
 """Between two looks at manifests that could be one, and at uploads that never ended."""
 IDLE_S = 2.0
 """How long there is nothing to do before a spiller that nobody needs ends."""
+GIVE_UP_S = 600.0
+"""How long a spiller that no writer needs tries to bring over what is left to a cold root that fails."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 10.0
 URGENT_S = 1.0
 """Between two looks at dead writers and at what may be deleted, where somebody waits for it."""
@@ -111,6 +114,7 @@ class Spiller:
         self._upload_s = 0.0
         self._lock = file_identity(lock_path(self._root))
         self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
+        self._looked_at = float("-inf")
         self._n_waiting = 0
 
     def run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -128,8 +132,13 @@ class Spiller:
                 log.warning("the spiller tries again in %.0f s: %s", pause_s, error)
                 self._say(error=str(error))
                 self._reconnect(error)
+                if self._is_needed():
+                    idle_since = time.monotonic()
+                elif until_idle and time.monotonic() - idle_since > (GIVE_UP_S if self._has_backlog() else IDLE_S):
+                    log.warning("nobody needs this spiller, it ends; the next writer or publish starts another")
+                    return
                 self._pause(stop, pause_s)
-                pause_s, idle_since = min(2 * pause_s, LONGEST_PAUSE_S), time.monotonic()
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if busy or self._is_needed():
                 idle_since = time.monotonic()
@@ -146,7 +155,7 @@ class Spiller:
             SpoolError: a part of it failed; the others were done.
         """
         busy, failures = False, list[Exception]()
-        for step in (self._take_in, self._keep_up, self._serve, self._spill, self._make_room):
+        for step in (self._take_in, self._look_at_cold, self._keep_up, self._serve, self._spill, self._make_room):
             try:
                 busy |= step()
             except (SpoolError, OSError) as error:
@@ -168,6 +177,7 @@ class Spiller:
             SpoolError: a root failed; what was brought over is, and the rest can be done again.
         """
         self._feeder.catch_up()
+        self._look_at_cold()
         self._keep_up()
         plan = self.sealed()
         if self._uploader is None or self._cold is None:
@@ -239,6 +249,35 @@ class Spiller:
         self._feeder.catch_up()
         return False
 
+    def _look_at_cold(self) -> bool:
+        """Make sure that the cold root is still the one that this root joined, before anything is entrusted to it.
+
+        Raises:
+            StorageError: it cannot be reached, or was emptied.
+            ConfigError: it is another spool's.
+        """
+        if self._cold is None or time.monotonic() - self._looked_at < UPKEEP_S:
+            return False
+        self._looked_at, own = float("-inf"), read_identity(self._root)
+        found = read_cold_identity(self._cold.objects)
+        if found is None:
+            raise StorageError(
+                f"{self._cold.objects.url} has no spool.json any more: it was emptied, or something else is mounted "
+                "there; nothing is brought over or evicted until what was there is back"
+            )
+        if own is not None and found.id != own.id:
+            raise ConfigError(
+                f"{self._cold.objects.url} belongs to spool {found.id}, {self._root} to {own.id}: another cold root "
+                "was put in its place; nothing is brought over or evicted"
+            )
+        self._looked_at = time.monotonic()
+        return False
+
+    @property
+    def _is_trusted(self) -> bool:
+        """Whether the cold root was there, and the right one, the last time."""
+        return self._cold is not None and self._looked_at > float("-inf")
+
     def _keep_up(self) -> bool:
         if time.monotonic() - self._kept_at < UPKEEP_S:
             return False
@@ -289,7 +328,7 @@ class Spiller:
         return False
 
     def _spill(self) -> bool:
-        if self._uploader is None:
+        if self._uploader is None or not self._is_trusted:
             return False
         backlog, started = self.backlog(), time.monotonic()
         if not backlog:
@@ -342,7 +381,7 @@ class Spiller:
             return False
         if self._cold is None and time.monotonic() - self._collected_at >= URGENT_S and self._delete():
             return True
-        plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
+        plan = self._evictions(found) if self._is_trusted and next(packs.rows("spilled"), None) is not None else []
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
         if plan:
@@ -380,6 +419,9 @@ class Spiller:
     def _is_damaged(self, stream: str, pack: int) -> bool:
         found = self._damaged.get((stream, pack))
         return found is not None and time.monotonic() - found[1] < DAMAGED_S
+
+    def _has_backlog(self) -> bool:
+        return self._cold is not None and next(self._catalog.packs.rows("sealed"), None) is not None
 
     def _is_needed(self) -> bool:
         """Whether a writer lives, which may seal a pack at any time, or deleted packs wait for their readers."""

@@ -184,11 +184,25 @@ class Uploader:
 
     # -- a pack ------------------------------------------------------------------------------------------------------
 
+    def _check_unpublished(self, name: str, pack: int, table: bytes) -> None:
+        """Refuse to replace another pack of the same name: a hot root was copied, and both copies are in use."""
+        key = records_key(name, pack)
+        with _no_word_on_packs():
+            there = self._objects.info(key)
+            same = there is None or (there.size == len(table) and self._objects.get(key) == table)
+        if not same:
+            raise IntegrityError(
+                f"{self._objects.url}/{key} holds other records than pack {pack} of stream {name} here: two copies of "
+                "one hot root are in use; what is there stays, take this copy out of use",
+                stream=name, file=f"{self._objects.url}/{key}",
+            )  # fmt: skip
+
     def _send(self, stream: Stream, pack: int) -> Sent:
         folder = stream.folder
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
+        self._check_unpublished(folder.name, pack, table)
         named = named_in(events, folder.name, pack, folder.layout.shard_rows)
         jobs = [self._threads.submit(self._send_shard, stream, spec, pack, named) for spec in folder.schema.arrays]
         jobs.append(self._threads.submit(self._put_object, records_key(folder.name, pack), table))
