@@ -14,13 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from nodes import TESTS, location
-from tiers import SHAPE, assert_same, record
+from tiers import SHAPE, assert_same, record, wait_for
 
 import spool
 from spool.catalog import Catalog
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup
 from spool.retention import Policy
 from spool.root import open_cold
+from spool.spiller import elect
 from spool.spiller.collect import Collector
 from spool.spiller.evict import evict
 from spool.spiller.rollup import MANIFESTS_ROLLED, roll_up
@@ -56,9 +57,12 @@ def files(root):
 
 
 def spill(uri):
-    """Run a spiller until nothing needs it."""
+    """Run a spiller until nothing needs it; the one that a handle had started ends first."""
+    root = str(spool.config.parse_uri(uri).root)
+    wait_for(lambda: not elect.is_running(root), timeout_s=120, what="the end of the spiller")
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    subprocess.run([sys.executable, "-m", "spool", "spill", uri], check=True, timeout=120, env=environment)
+    command = [sys.executable, "-m", "spool", "spill", uri, "--until-idle"]
+    subprocess.run(command, check=True, timeout=120, env=environment)
 
 
 def collect(sp, **policy):
