@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from itertools import zip_longest
 from typing import NamedTuple
 
 from spool.catalog import Catalog
@@ -232,7 +233,7 @@ class ColdFeeder:
         """Yield pages of objects and what is in them; while one is taken in, the next is fetched."""
         pages = [new[start : start + PAGE] for start in range(0, len(new), PAGE)]
         ahead: list[Future[bytes | None]] = []
-        for page, later in zip(pages, [*pages[1:], []], strict=True):
+        for page, later in zip_longest(pages, pages[1:], fillvalue=()):
             jobs = ahead or [self._threads.submit(self._get_listed, info) for info in page]
             ahead = [self._threads.submit(self._get_listed, info) for info in later]
             yield page, [job.result() for job in jobs]
