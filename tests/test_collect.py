@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -418,8 +419,12 @@ def test_the_spiller_rolls_up_its_own_manifests(cold, tmp_path):
 
 def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
     sp = spool.open(released)
-    sp.publish(record(sp, "one"), timeout_s=120)
-    started = sp._keeper._started
-    assert started.poll() is None
-    shutil.rmtree(tmp_path / "hot")
-    assert started.wait(60) == 0
+    try:
+        sp.publish(record(sp, "one"), timeout_s=120)
+        started = sp._keeper._started
+        assert started.poll() is None
+        shutil.rmtree(tmp_path / "hot")
+        assert started.wait(60) == 0
+    finally:
+        with contextlib.suppress(spool.SpoolError):
+            sp.close()
