@@ -358,7 +358,7 @@ class Recorder:
             self._keeper.press(error, waited_s)
         for writer in list(self._writers.values()):
             with suppress(SpoolError):
-                writer.roll()
+                writer.roll(for_room=True)
 
     def stream_names(self) -> list[str]:
         """Return the names of this process's streams."""

@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import msgspec
 import pytest
 from nodes import location
 from s3_server import free_port
@@ -268,15 +267,18 @@ def test_a_fact_file_that_another_process_takes_in_meanwhile_is_kept(objects, tm
 
 def test_many_facts_of_one_call_are_one_object(cold, tmp_path):
     with spool.open(location(tmp_path / "hot", cold)) as sp:
-        (ref,) = record(sp, "one", n_steps=1)
-        sp.publish(ref, timeout_s=120)
-        many = [msgspec.structs.replace(ref, session_id=f"u{number}") for number in range(4096)]
+        many = []
+        for number in range(4096):
+            s = sp.session(f"u{number}")
+            s.append(prompt_token_ids=[number], response_token_ids=[2])
+            many += s.finalize()
+        sp.publish(many, timeout_s=120)
         with spool.open(cold) as trainer:
             trainer.release(many, tag="t")
             assert len(sp._feeds.cold.objects.list("facts/")) == 1
             trainer.release([])
             assert len(sp._feeds.cold.objects.list("facts/")) == 1
-        sp.find_session("one")
+        sp.find_session("u0")
         assert len(sp._catalog.released("u4095")) == 1
         assert sp._catalog.dump()["releases"] != []
 

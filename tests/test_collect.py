@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,13 +15,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from nodes import TESTS, location
-from tiers import SHAPE, assert_same, record
+from tiers import SHAPE, assert_same, record, wait_for
 
 import spool
 from spool.catalog import Catalog
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup
 from spool.retention import Policy
 from spool.root import open_cold
+from spool.spiller import elect
 from spool.spiller.collect import Collector
 from spool.spiller.evict import evict
 from spool.spiller.rollup import MANIFESTS_ROLLED, roll_up
@@ -56,9 +58,12 @@ def files(root):
 
 
 def spill(uri):
-    """Run a spiller until nothing needs it."""
+    """Run a spiller until nothing needs it; the one that a handle had started ends first."""
+    root = str(spool.config.parse_uri(uri).root)
+    wait_for(lambda: not elect.is_running(root), timeout_s=120, what="the end of the spiller")
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    subprocess.run([sys.executable, "-m", "spool", "spill", uri], check=True, timeout=120, env=environment)
+    command = [sys.executable, "-m", "spool", "spill", uri, "--until-idle"]
+    subprocess.run(command, check=True, timeout=120, env=environment)
 
 
 def collect(sp, **policy):
@@ -414,8 +419,12 @@ def test_the_spiller_rolls_up_its_own_manifests(cold, tmp_path):
 
 def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
     sp = spool.open(released)
-    sp.publish(record(sp, "one"), timeout_s=120)
-    started = sp._keeper._started
-    assert started.poll() is None
-    shutil.rmtree(tmp_path / "hot")
-    assert started.wait(60) == 0
+    try:
+        sp.publish(record(sp, "one"), timeout_s=120)
+        started = sp._keeper._started
+        assert started.poll() is None
+        shutil.rmtree(tmp_path / "hot")
+        assert started.wait(60) == 0
+    finally:
+        with contextlib.suppress(spool.SpoolError):
+            sp.close()

@@ -200,7 +200,7 @@ def test_waiting_for_room_holds_no_thread(tmp_path):
     streams = tmp_path / "cold" / "streams"
 
     async def work(sp):
-        given = step(1)
+        given, n_before = step(1), threading.active_count()
 
         async def one(index):
             session = sp.session(f"s{index}", experts=SHAPE)
@@ -211,7 +211,7 @@ def test_waiting_for_room_holds_no_thread(tmp_path):
             await asyncio.sleep(0.05)
         await asyncio.sleep(1)
         n_waiting = sum(not task.done() for task in tasks)
-        assert n_waiting > 10 and threading.active_count() < 16
+        assert n_waiting > 10 and threading.active_count() - n_before < 8
         streams.unlink()  # now it can be spilled
         await asyncio.gather(*tasks)
 

@@ -340,7 +340,7 @@ def check_end(uri: str, cold: str, claims: Claims, chance: random.Random) -> Non
 
 def spill(uri: str) -> None:
     """Run a spiller until nothing needs it."""
-    subprocess.run([sys.executable, "-m", "spool", "spill", uri], cwd=FOLDER, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "spool", "spill", uri, "--until-idle"], cwd=FOLDER, check=True, timeout=300)
 
 
 def age_temporaries(root: str, cold: str) -> None:

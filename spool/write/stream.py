@@ -197,8 +197,11 @@ class StreamWriter:
                 self._repair()
                 self._roll_due()
 
-    def roll(self) -> None:
+    def roll(self, *, for_room: bool = False) -> None:
         """Seal the open pack in the background if it is not empty, and give back room that is not needed.
+
+        Args:
+            for_room: leave a pack without rows open: the next one would take as much as this one gives back.
 
         Raises:
             SpoolError: as `append`.
@@ -207,7 +210,8 @@ class StreamWriter:
             if self._over:
                 return
             self._repair()
-            if self._committer.pack is not None and not self._committer.pack.is_empty:
+            pack = self._committer.pack
+            if pack is not None and (pack.has_rows if for_room else not pack.is_empty):
                 self._roll(background=True)
             else:
                 self._grants.give_back()
