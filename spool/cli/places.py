@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import click
 
 from spool.config import default_location
-from spool.errors import InputError, NotFoundError, StorageError
+from spool.errors import InputError, NotFoundError, SessionStateError, StorageError
 
 if TYPE_CHECKING:
+    from spool.config import Config
     from spool.handle import Spool
     from spool.model.refs import SegmentRef, StepRef
     from spool.rollout.views import View
@@ -41,6 +42,18 @@ def open_spool(location: str | None, *, readonly: bool = True) -> Spool:
     from spool.handle import open  # noqa: A004
 
     return open(location, create=False, readonly=readonly)
+
+
+def check_hot(config: Config) -> None:
+    """Check that a location can be recorded into.
+
+    Raises:
+        SessionStateError: it is a cold root.
+    """
+    if config.root is None:
+        raise SessionStateError(
+            f"{config.url} is a cold root: recording needs a hot root in front, file:///nvme/spool?spill={config.url}"
+        )
 
 
 def split_arguments(args: Sequence[str], what: str) -> tuple[str | None, list[str]]:
