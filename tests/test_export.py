@@ -233,7 +233,7 @@ def test_of_chosen_segments_the_whole_sessions_are_in_a_spool(sp, tmp_path):
 
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_sessions_that_are_not_there_are_not_copied(tmp_path, dry_run):
-    with spool.open(f"file://{tmp_path}/hot?retention=released&grace_s=0") as sp:
+    with spool.open(f"file://{tmp_path}/hot?retention=released&grace_s=0.01") as sp:
         collected, withdrawn = record(sp, "collected", n_prompt=11), record(sp, "withdrawn", n_prompt=7)
         sp.discard("withdrawn")
         sp.release(collected)

@@ -18,7 +18,6 @@ import click
 from spool.cli.exits import Exit
 from spool.cli.output import json_option, write_json, write_line
 from spool.cli.places import check_hot
-from spool.config import parse_uri
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -78,10 +77,9 @@ def _run(root: str, groups: int) -> dict[str, Any]:
     from spool.model.fields import expert_field, numpy_dtype
     from spool.testing.rollouts import rollouts
 
-    check_hot(parse_uri(root))
+    check_hot(root)
     shape = spool.models[MODEL]
     with spool.open(root) as sp:
-        check_hot(sp.config)
         earlier = [row.rollout_step or 0 for row in sp.sessions(f"source = '{SOURCE}'")]
         # equal arguments yield equal steps: what must be read back is made a second time, not kept
         workload = partial(

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spool.config import default_location
+from spool.config import default_location, parse_uri
 from spool.errors import InputError, NotFoundError, SessionStateError, StorageError
 
 if TYPE_CHECKING:
-    from spool.config import Config
     from spool.handle import Spool
     from spool.model.refs import SegmentRef, StepRef
     from spool.rollout.views import View
@@ -44,13 +43,18 @@ def open_spool(location: str | None, *, readonly: bool = True) -> Spool:
     return open(location, create=False, readonly=readonly)
 
 
-def check_hot(config: Config) -> None:
-    """Check that a location can be recorded into.
+def check_hot(location: str | None) -> None:
+    """Check that a location can be recorded into, before anything is made or read for it.
 
     Raises:
+        ConfigError: the location does not fit.
         SessionStateError: it is a cold root.
     """
-    if config.root is None:
+    from spool.root import read_identity
+
+    config = parse_uri(location)
+    identity = read_identity(config.root) if config.root is not None and os.path.isdir(config.root) else None
+    if config.root is None or (identity is not None and identity.tier == "cold"):
         raise SessionStateError(
             f"{config.url} is a cold root: recording needs a hot root in front, file:///nvme/spool?spill={config.url}"
         )
