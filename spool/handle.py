@@ -635,6 +635,7 @@ class Spool:
         Raises:
             InputError: there is something at ``path``, or segments do not fit into one table.
             ReleasedError, IntegrityError, StorageError: something cannot be read.
+            NotFoundError: a session is to be copied whole that is not recorded.
             CapacityError: the disk is full.
         """
         arguments.one_of("format", format, get_args(Format))

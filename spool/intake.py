@@ -15,6 +15,7 @@ import xxhash
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from spool.arguments import text
 from spool.errors import InputError, PayloadError
 from spool.formats import arrays, experts, messages, values
 from spool.formats.masks import pack_cleared
@@ -235,6 +236,8 @@ def check_plain(step: StepInput, what: str) -> None:
             )
     if step.step_id == "":
         raise InputError(f"step_id of {what} is empty: leave it out, or give the step a name of its own")
+    if isinstance(step.parent, str):
+        text("parent", step.parent)
     if isinstance(step.parent, bool) or not isinstance(step.parent, _PARENT):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
     tools = step.tools

@@ -501,6 +501,23 @@ def test_reading_verbs_work_beside_a_live_writer_that_holds_everything(tmp_path)
         holder.close()
 
 
+@pytest.mark.parametrize("cold", ["s3://bucket/run", "FOLDER"])
+@pytest.mark.parametrize("verb", ["demo", "import"])
+def test_nothing_is_recorded_into_a_cold_root(verb, cold, tmp_path):
+    if cold == "FOLDER":
+        cold = f"{tmp_path}/cold"
+        library.open(f"file://{tmp_path}/hot?spill=file://{cold}").close()
+    before = tree(tmp_path)
+    # a source that does not parse: the location is looked at first
+    (tmp_path / "runs.json").write_text("[")
+    args = ("demo", cold, "--groups", "1") if verb == "demo" else ("import", tmp_path / "runs.json", cold)
+    done = run(*args, code=2)
+    assert "recording needs a hot root in front" in done.err
+    assert "Traceback" not in done.err
+    (tmp_path / "runs.json").unlink()
+    assert tree(tmp_path) == before
+
+
 # -- verbs that change something ------------------------------------------------------------------------------------
 
 

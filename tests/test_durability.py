@@ -209,8 +209,9 @@ def test_a_full_disk_refuses_and_loses_nothing(tiny_disk, kept, sizes, caplog):
             ballast.unlink()
             for other in tiny_disk.glob("ballast-*"):
                 other.unlink()
-            kept.add(session(sp, "a"), counting(100, len(kept.steps)), [1])
             sp.flush()
+            # its grant lasts into the next round, in which writes fail and not only grants
+            kept.add(session(sp, "a"), counting(100, len(kept.steps)), [1])
             names = [*names, f"n{leave}"]
     kept.check(sp)
     assert len(list(sp.sessions())) >= 2
@@ -256,8 +257,11 @@ def test_a_file_size_limit_refuses_and_loses_nothing(tmp_path):
         "kept.add(s, counting(3000), [1])\n"
         "for limit in (1 << 16, 200_000, 1 << 20):\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))\n"
+        "    before = len(kept.steps)\n"
         "    refused = append_until_full(sp, kept, ['s', 't'], (9000, 50), tries=90)\n"
-        "    assert refused, limit\n"
+        "    large = sum(len(tokens) >= 9000 for _, tokens in kept.steps[before:])\n"
+        "    # what fits into a file of its own may be refused only until the full pack is sealed\n"
+        "    assert refused if limit < 1 << 20 else large > 1, (limit, refused, large)\n"
         "    kept.check(sp)\n"
         "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
         "    kept.add(s, [limit, 7], [8])\n"

@@ -17,6 +17,7 @@ from kit import SHAPE, add, counting, routing
 from tiers import assert_same, record
 
 import spool
+from spool.errors import NotFoundError
 from spool.export import parquet
 from spool.importers import import_runs
 
@@ -228,6 +229,20 @@ def test_of_chosen_segments_the_whole_sessions_are_in_a_spool(sp, tmp_path):
     with spool.open(str(tmp_path / "out")) as copy:
         assert [row.session_id for row in copy.sessions()] == ["rich"]
         assert len(copy.steps("rich")) == len(sp.steps("rich"))
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_sessions_that_are_not_there_are_not_copied(tmp_path, dry_run):
+    with spool.open(f"file://{tmp_path}/hot?retention=released&grace_s=0.01") as sp:
+        collected, withdrawn = record(sp, "collected", n_prompt=11), record(sp, "withdrawn", n_prompt=7)
+        sp.discard("withdrawn")
+        sp.release(collected)
+        sp.flush()
+        sp.gc()
+        for refs in (collected, withdrawn):
+            with pytest.raises(NotFoundError, match=refs[0].session_id):
+                sp.export(refs, tmp_path / "out", "spool", dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("cold", ["file", "s3"])

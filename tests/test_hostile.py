@@ -38,12 +38,13 @@ def test_a_root_that_cannot_be_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
     assert (tmp_path / "full" / "spool.json").read_text() == "{}"
     for uri in (
-        "http://host/x",
+        "nosuch://host/x",
         "file://host/x",
         "file:///x?nosuch=1",
         f"{tmp_path}/y?hot_bytes=many",
         "nul\0",
-        "s3://bucket/x",
+        "s3://",
+        "s3://key:secret@bucket/x",
     ):
         with pytest.raises(ConfigError):
             spool.open(uri)

@@ -794,6 +794,18 @@ def test_empty_runs_are_recorded(tmp_path, sp):
     assert import_runs(tmp_path / "in" / "r.json", sp).unchanged == report.imported
 
 
+def test_an_import_of_an_empty_run_that_broke_off_is_completed(tmp_path, sp, monkeypatch):
+    path = written(tmp_path, "in/r.json", {"messages": [], "reward": 0.25})
+    with monkeypatch.context() as broken:
+        broken.setattr(type(sp), "annotate", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            import_runs(path, sp)
+    (name,) = import_runs(path, sp).imported
+    row = rows_of(sp)[name]
+    assert (row.state, row.n_steps, row.facts["reward"]) == ("final", 0, 0.25)
+    assert import_runs(path, sp).unchanged == (name,)
+
+
 UNKNOWN = {
     "object.json": '{"a": 1}',
     "list.json": '[{"a": 1}, {"b": 2}]',

@@ -17,6 +17,7 @@ import click
 
 from spool.cli.exits import Exit
 from spool.cli.output import json_option, write_json, write_line
+from spool.cli.places import check_hot
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def _run(root: str, groups: int) -> dict[str, Any]:
     from spool.model.fields import expert_field, numpy_dtype
     from spool.testing.rollouts import rollouts
 
+    check_hot(root)
     shape = spool.models[MODEL]
     with spool.open(root) as sp:
         earlier = [row.rollout_step or 0 for row in sp.sessions(f"source = '{SOURCE}'")]

@@ -8,6 +8,7 @@ import click
 
 from spool.cli.exits import Exit
 from spool.cli.output import json_option, say, write_json, write_line
+from spool.cli.places import check_hot
 from spool.config import default_location
 from spool.errors import NotFoundError
 
@@ -70,6 +71,7 @@ def _recorded(source: str, location: str | None, form: str | None) -> tuple[Fact
     from spool.handle import open  # noqa: A004
     from spool.importers import import_runs, read_runs
 
+    check_hot(location)
     # what cannot be read at all leaves no empty spool behind
     next(read_runs(source, form=form), None)
     with open(location) as sp:

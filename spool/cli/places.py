@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from spool.config import default_location
-from spool.errors import InputError, NotFoundError, StorageError
+from spool.config import default_location, parse_uri
+from spool.errors import InputError, NotFoundError, SessionStateError, StorageError
 
 if TYPE_CHECKING:
     from spool.handle import Spool
@@ -41,6 +41,23 @@ def open_spool(location: str | None, *, readonly: bool = True) -> Spool:
     from spool.handle import open  # noqa: A004
 
     return open(location, create=False, readonly=readonly)
+
+
+def check_hot(location: str | None) -> None:
+    """Check that a location can be recorded into, before anything is made or read for it.
+
+    Raises:
+        ConfigError: the location does not fit.
+        SessionStateError: it is a cold root.
+    """
+    from spool.root import read_identity
+
+    config = parse_uri(location)
+    identity = read_identity(config.root) if config.root is not None and os.path.isdir(config.root) else None
+    if config.root is None or (identity is not None and identity.tier == "cold"):
+        raise SessionStateError(
+            f"{config.url} is a cold root: recording needs a hot root in front, file:///nvme/spool?spill={config.url}"
+        )
 
 
 def split_arguments(args: Sequence[str], what: str) -> tuple[str | None, list[str]]:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from spool.errors import InputError
-from spool.export.copy import copy_sessions
+from spool.export.copy import check_there, copy_sessions
 from spool.export.parquet import array_bytes, plan_table, write_table
 from spool.export.place import staged
 from spool.export.source import DtypeChoice, Source
@@ -70,6 +70,7 @@ def export(
 
     Raises:
         InputError: there is something at ``path``, or segments do not fit into one table.
+        ReleasedError, NotFoundError: a session is to be copied that is not there any more, or never was.
     """
     path = os.path.abspath(path)
     foreign = next((ref for ref in refs if ref.spool_id != source.spool_id), None)
@@ -81,6 +82,8 @@ def export(
     for ref, n_bytes in zip(refs, sizes, strict=True):
         weights[ref.session_id] += n_bytes
     made = Exported(path=path, format=form, n_sessions=len(weights), n_segments=len(refs), n_bytes=sum(sizes))
+    if form == "spool":
+        check_there(source, weights)
     if dry_run:
         return made
     with staged(path) as draft:

@@ -6,13 +6,13 @@ the new places. Releases are left out: nothing in the new spool waits to be dele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from spool.errors import IntegrityError
+from spool.errors import IntegrityError, NotFoundError, ReleasedError
 from spool.export.source import Source
 from spool.extents import together
 from spool.formats.arrays import Ragged, copy_rows
@@ -55,6 +55,27 @@ def copy_sessions(
                 progress(done, total)
     finally:
         copier.close()
+
+
+def check_there(source: Source, session_ids: Iterable[str]) -> None:
+    """Check that sessions can be copied whole.
+
+    Raises:
+        ReleasedError: one was withdrawn, or collected.
+        NotFoundError: one is not recorded.
+    """
+    for session_id in session_ids:
+        row = source.session(session_id)
+        if row is not None and row.state == "discarded":
+            raise ReleasedError(
+                f"session {session_id!r} was withdrawn, or collected after its release: there is nothing to copy",
+                session_id=session_id,
+            )
+        if row is None or not source.events(session_id):
+            raise NotFoundError(
+                f"there is no session {session_id!r} to copy: it is unknown here, or was collected",
+                session_id=session_id,
+            )
 
 
 class _Unlimited:

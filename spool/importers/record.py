@@ -18,6 +18,7 @@ from spool.importers.files import read_runs
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from spool.catalog import SessionRow
     from spool.handle import Spool
     from spool.importers.base import ImportedStep
 
@@ -110,6 +111,11 @@ def record_run(run: ImportedRun, sp: Spool) -> bool:
     steps = ordered_steps(run.steps)
     digest = run_digest(run, steps)
     known = next(sp.sessions(where=f"session_id = '{run.session_id.replace(chr(39), 2 * chr(39))}'"), None)
+    facts: dict[str, Any] = {name: _portable_value(value) for name, value in run.facts.items()}
+    facts |= {_DIGEST: digest, **({} if run.reward is None else {"reward": run.reward})}
+    if known is not None and _lacks_facts(known, run):
+        sp.annotate(run.session_id, **facts)
+        return True
     if known is not None and known.state != "open":
         if known.state == "final" and known.facts.get(_DIGEST) == digest:
             return False
@@ -129,12 +135,22 @@ def record_run(run: ImportedRun, sp: Spool) -> bool:
     with session.transaction():
         for step in steps:
             session.append(**{**step, "metadata": _portable(step.metadata or {})})
-    facts: dict[str, Any] = {name: _portable_value(value) for name, value in run.facts.items()}
-    facts |= {_DIGEST: digest, **({} if run.reward is None else {"reward": run.reward})}
-    # Before the end, so that an import killed in between finds an open session and goes on.
-    sp.annotate(run.session_id, **facts)
-    session.finalize(outcome=run.outcome)
+    if steps:
+        # Before the end, so that an import killed in between finds an open session and goes on.
+        sp.annotate(run.session_id, **facts)
+        session.finalize(outcome=run.outcome)
+    else:  # only its end records it; see `_lacks_facts` for an import killed in between
+        session.finalize(outcome=run.outcome)
+        sp.annotate(run.session_id, **facts)
     return True
+
+
+def _lacks_facts(known: SessionRow, run: ImportedRun) -> bool:
+    """Whether an import of this run without steps broke off between the session's end and its facts."""
+    if run.steps or known.n_steps or known.state != "final" or known.facts:
+        return False
+    recorded = (known.source, known.group_id, known.sample_index, known.outcome, known.metadata)
+    return recorded == (run.source, run.group_id, run.sample_index, run.outcome, _portable(run.metadata))
 
 
 def _portable(record: Mapping[str, Any]) -> dict[str, Any]:

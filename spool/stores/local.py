@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import secrets
 
 from spool.errors import CapacityError, ConfigError, NotFoundError, SpoolError, StorageError
@@ -104,7 +105,7 @@ def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int, *, di
     view = memoryview(data).cast("B")
     done = n_calls = 0
     while done < len(view):
-        n = os.pwrite(fd, view[done:], offset + done)
+        n = _pwrite(fd, view[done:], offset + done, direct=direct)
         n_calls += 1
         if direct and done + n < len(view):
             n -= n % BLOCK
@@ -112,6 +113,17 @@ def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int, *, di
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         done += n
     return n_calls
+
+
+def _pwrite(fd: int, data: memoryview, offset: int, *, direct: bool) -> int:
+    try:
+        return os.pwrite(fd, data, offset)
+    except OSError as error:
+        # cut off at a limit that is no whole block, a direct write is an invalid one
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if direct and error.errno == errno.EINVAL and 0 <= limit < offset + len(data):
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG)) from error
+        raise
 
 
 def sync_dir(path: str) -> None:
