@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from itertools import zip_longest
 from typing import NamedTuple
 
 from spool.catalog import Catalog
