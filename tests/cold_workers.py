@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import resource
 
 import spool
@@ -18,13 +19,14 @@ def digest(samples):
     return seen.hexdigest()
 
 
-def read_all(location, refs, out):
-    """Read in this process with a handle of its own."""
+def read_all(location, refs, out, environment):
+    """Read in this process with a handle of its own; a fork server has the environment of when it was started."""
+    os.environ.update(environment)
     with spool.open(location, readonly=True) as sp:
         out.put(digest(sp.read(refs)))
 
 
-def read_in_fork(sp, refs, out):
+def read_in_fork(sp, refs, out, _environment):
     """Read with the handle that this process was forked with."""
     out.put(digest(sp.read(refs)))
 

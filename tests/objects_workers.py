@@ -18,8 +18,9 @@ def digest(store, wanted):
     return hashlib.sha256(b"".join(store.get_ranges(wanted)) + store.get(wanted[0][0])).hexdigest()
 
 
-def inherit(stores):
-    """Keep the stores that a parent had open."""
+def inherit(stores, environment):
+    """Keep the stores that a parent had open, and its environment: a fork server has that of when it was started."""
+    os.environ.update(environment)
     _opened.update(stores)
 
 

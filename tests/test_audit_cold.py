@@ -6,11 +6,13 @@ import os
 
 import msgspec
 import pytest
+from crc32c import crc32c
 from nodes import location
 from shell import run
 from tiers import assert_same, record
 
 import spool
+from spool.formats import records
 from spool.spiller.evict import evict
 
 
@@ -106,7 +108,8 @@ def test_altered_bytes_are_found_when_all_is_read(cold, tmp_path, array):
             found.key for found in objects_of(sp).list("streams/") if "/records/" in found.key)  # fmt: skip
         data = bytearray(objects_of(sp).get(key))
         if array == "records":
-            data = data.replace(b'"one-0"', b'"0ne-0"')
+            sums = b"".join(crc32c(event).to_bytes(4, "little") for event in records.decode(data))
+            data[data.index(sums)] ^= 0x10  # compressed like all columns, but sums do not get any smaller
         else:
             data[-40] ^= 0x10
         objects_of(sp).put(key, bytes(data))

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -109,7 +108,15 @@ def world(request, tmp_path_factory):
             for name, value in server.environment().items():
                 patch.setenv(name, value)
             url = f"s3://spool/{folder.name}"
-        observed = partial(open_objects, observer=lambda kind, key, n, _: requests.append((kind, key, n)))
+
+        def observed(*args, observer=None, **options):
+            def see(kind, key, n_bytes, seconds):
+                requests.append((kind, key, n_bytes))
+                if observer is not None:
+                    observer(kind, key, n_bytes, seconds)
+
+            return open_objects(*args, observer=see, **options)
+
         patch.setattr("spool.root.open_objects", observed)
         with spool.open(f"file://{folder}/hot?spill={url}", fields=FIELDS) as hot:
             with pytest.MonkeyPatch.context() as while_made:
@@ -338,7 +345,8 @@ def test_indexes_are_kept_up_to_a_limit(world):
     stream = keys[0].split("/")[1]
     layouts, asked = tier._layouts, []
 
-    def get_range(key, start, stop):
+    def get_range(key, start, stop, batch):
+        assert batch is None
         asked.append(key)
         return tier.objects.get_range(key, start, stop)
 
@@ -624,10 +632,10 @@ def test_other_processes_read_hot_and_cold(open_node, url, method):
     context = multiprocessing.get_context(method)
     found = context.Queue()
     target, first = (read_in_fork, sp) if method == "fork" else (read_all, sp.config.root)
-    children = [context.Process(target=target, args=(first, refs, found)) for _ in range(2)]
+    children = [context.Process(target=target, args=(first, refs, found, dict(os.environ))) for _ in range(2)]
     for child in children:
         child.start()
-    assert [found.get(timeout=60) for _ in children] == [wanted] * 2
+    assert [found.get(timeout=240) for _ in children] == [wanted] * 2
     for child in children:
         child.join(60)
         assert child.exitcode == 0

@@ -71,7 +71,7 @@ def test_children_of_every_kind_read_with_clients_of_their_own(method, s3_root, 
     expected = [digest(store, wanted) for store in stores.values()]
     # a forked child inherits the open stores, as a data loader's worker does; the others open theirs
     inherited = stores if method == "fork" else {}
-    with multiprocessing.get_context(method).Pool(2, inherit, (inherited,)) as pool:
+    with multiprocessing.get_context(method).Pool(2, inherit, (inherited, dict(os.environ))) as pool:
         found = pool.map(pooled, [(url, wanted) for url in stores] * 3, chunksize=1)
     assert found == expected * 3
     assert [digest(store, wanted) for store in stores.values()] == expected
