@@ -15,7 +15,6 @@ import xxhash
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from spool.arguments import text
 from spool.errors import InputError, PayloadError
 from spool.formats import arrays, experts, messages, values
 from spool.formats.masks import pack_cleared
@@ -164,12 +163,18 @@ class Intake(Struct, frozen=True):
         """Return a digest of the whole content and of ``others``, 16 bytes: equal for an append of the same step again.
 
         Args:
-            others: what a step consists of besides; of types that msgpack has.
+            others: what a step consists of besides.
+
+        Raises:
+            InputError: it holds what no record can: text with a lone surrogate, an object, a huge integer.
         """
         sources = {name: self.sources[name].digest() for name in sorted(self.sources)}
         tokens = (self.prompt.tobytes(), self.response.tobytes())
         whole = (tokens, sources, self.versions, self.units, self.messages, self.tools, others)
-        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(whole))
+        try:
+            return xxhash.xxh3_128_digest(msgspec.msgpack.encode(whole))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"the step cannot be recorded: {error}; pass JSON-able facts") from error
 
 
 def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
@@ -236,8 +241,6 @@ def check_plain(step: StepInput, what: str) -> None:
             )
     if step.step_id == "":
         raise InputError(f"step_id of {what} is empty: leave it out, or give the step a name of its own")
-    if isinstance(step.parent, str):
-        text("parent", step.parent)
     if isinstance(step.parent, bool) or not isinstance(step.parent, _PARENT):
         raise InputError(f"parent of {what} must be a step's id, index or reference, got {step.parent!r:.80}")
     tools = step.tools

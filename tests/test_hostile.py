@@ -346,6 +346,23 @@ def test_case_27_steps_in_reverse_order_are_the_same_data(sp):
     assert [ref.parent for ref in backward.steps] == [None] * 6
 
 
+@pytest.mark.parametrize("step_id", [None, "again"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"finish_reason": "x\ud800"}, {"weight_version": "x\ud800"}, {"metadata": {"a": "x\ud800"}},
+        {"metadata": {"x\ud800": 1}}, {"metadata": {"a": 1 << 70}}, {"parent": 1 << 70}, {"parent": "x\ud800"},
+    ],
+)  # fmt: skip
+def test_what_no_record_can_hold_is_refused_with_and_without_a_step_id(shared_sp, odd, step_id):
+    s = session(shared_sp, None)
+    add(s, [1, 2], [3], step_id="first")
+    with pytest.raises((InputError, NotFoundError)):
+        add(s, [1, 2, 3], [4], step_id=step_id, **odd)
+    assert [ref.step_id for ref in s.steps] == ["first"]
+    assert add(s, [1, 2, 3], [4], step_id=step_id).index == 1
+
+
 @pytest.mark.parametrize("parent", ["nobody", 7, -1, "1", "7", True, 1.0, "\ud800", ""])
 def test_case_27_a_missing_parent_or_a_cycle_is_an_error_that_names_it(shared_sp, parent):
     s = session(shared_sp, None)
