@@ -10,4 +10,5 @@ python=${PYTHON:-python3}
 .venv-test/bin/ruff format --check .
 .venv-test/bin/mypy
 .venv-test/bin/lint-imports
-exec .venv-test/bin/python -m pytest "$@"
+# most of them wait for other processes: more at a time than there are CPUs
+exec .venv-test/bin/python -m pytest -n "${TEST_WORKERS:-4}" "$@"
