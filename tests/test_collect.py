@@ -424,7 +424,7 @@ def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
         started = sp._keeper._started
         assert started.poll() is None
         shutil.rmtree(tmp_path / "hot")
-        assert started.wait(60) == 0
+        assert started.wait(60) in (0, 4)  # by itself, or since there is nothing to work on
     finally:
         with contextlib.suppress(spool.SpoolError):
             sp.close()

@@ -169,7 +169,7 @@ def test_the_spiller_killed_while_it_uploads_leaves_nothing_half(open_hot, tmp_p
     sp.flush()
     for _ in range(3):
         n_before = hostile.count("PUT", "/c/")
-        sp._nudge()
+        sp._tiers._nudge()
         wait_for(lambda n=n_before: hostile.count("PUT", "/c/") > n, what="an upload")
         os.kill(_spiller_pid(tmp_path), 9)
         time.sleep(0.2)

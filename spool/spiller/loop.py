@@ -155,7 +155,7 @@ class Spiller:
             SpoolError: a part of it failed; the others were done.
         """
         busy, failures = False, list[Exception]()
-        for step in (self._take_in, self._look_at_cold, self._keep_up, self._serve, self._spill, self._make_room):
+        for step in (self._take_in, self._keep_up, self._serve, self._spill, self._make_room):
             try:
                 busy |= step()
             except (SpoolError, OSError) as error:
@@ -249,7 +249,7 @@ class Spiller:
         self._feeder.catch_up()
         return False
 
-    def _look_at_cold(self) -> bool:
+    def _look_at_cold(self) -> None:
         """Make sure that the cold root is still the one that this root joined, before anything is entrusted to it.
 
         Raises:
@@ -257,7 +257,7 @@ class Spiller:
             ConfigError: it is another spool's.
         """
         if self._cold is None or time.monotonic() - self._looked_at < UPKEEP_S:
-            return False
+            return
         self._looked_at, own = float("-inf"), read_identity(self._root)
         found = read_cold_identity(self._cold.objects)
         if found is None:
@@ -271,12 +271,6 @@ class Spiller:
                 "was put in its place; nothing is brought over or evicted"
             )
         self._looked_at = time.monotonic()
-        return False
-
-    @property
-    def _is_trusted(self) -> bool:
-        """Whether the cold root was there, and the right one, the last time."""
-        return self._cold is not None and self._looked_at > float("-inf")
 
     def _keep_up(self) -> bool:
         if time.monotonic() - self._kept_at < UPKEEP_S:
@@ -328,8 +322,9 @@ class Spiller:
         return False
 
     def _spill(self) -> bool:
-        if self._uploader is None or not self._is_trusted:
+        if self._uploader is None:
             return False
+        self._look_at_cold()
         backlog, started = self.backlog(), time.monotonic()
         if not backlog:
             return False
@@ -381,7 +376,8 @@ class Spiller:
             return False
         if self._cold is None and time.monotonic() - self._collected_at >= URGENT_S and self._delete():
             return True
-        plan = self._evictions(found) if self._is_trusted and next(packs.rows("spilled"), None) is not None else []
+        self._look_at_cold()
+        plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
         if plan:
