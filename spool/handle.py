@@ -582,7 +582,7 @@ class Spool:
         Raises:
             StorageError: a root failed; call it again.
         """
-        self._feeds.catch_up(fresh=True)
+        self._feeds.catch_up(whole=True)
         collector = self._collector()
         plan = collector.plan()
         if not dry_run:
