@@ -38,11 +38,12 @@ class Feeds:
         self._local = local
         self._ask_again_at = 0.0
 
-    def catch_up(self, *, fresh: bool = False) -> list[Problem]:
+    def catch_up(self, *, fresh: bool = False, whole: bool = False) -> list[Problem]:
         """Take in what is new.
 
         Args:
             fresh: look at the cold root even if that was done just now.
+            whole: nothing may be missing: an unreachable cold root is an error, whatever the hot one has.
 
         Returns:
             What cannot be taken in.
@@ -54,8 +55,8 @@ class Feeds:
         problems = self.hot.catch_up()
         if self.cold is None:
             return problems
-        after_s = 0.0 if fresh else FRESH_S
-        if not self._local:
+        after_s = 0.0 if fresh or whole else FRESH_S
+        if whole or not self._local:
             return [*problems, *self.cold.catch_up(after_s=after_s)]
         if time.monotonic() >= self._ask_again_at:
             self._look_at_cold(self.cold, after_s)

@@ -204,7 +204,7 @@ class Recorder:
         # What this process records itself is known here, or in the index soon after it ended.
         located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
         if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
-            self._feeds.catch_up(fresh=True)
+            self._feeds.catch_up(whole=True)
             located = self._catalog.session_events(session_id)
         if not located and token is None and not own:
             located = self._look_elsewhere(session_id)

@@ -172,7 +172,7 @@ class Tiers:
 
     def gc(self, *, dry_run: bool, progress: Progress | None) -> list[Decision]:
         """See `Spool.gc`."""
-        self._feeds.catch_up(fresh=True)
+        self._feeds.catch_up(whole=True)
         plan = self.collector().plan()
         if not dry_run:
             self._collect(plan, progress)

@@ -132,7 +132,7 @@ def test_a_session_goes_on_at_another_node(cold, tmp_path):
     # final at B, released in a fact file: now A's pack may go, and B's
     for name in "ab":
         with spool.open(nodes.location(tmp_path / name, cold, retention="released", grace_s=0.001)) as sp:
-            assert any(item.go for item in sp.gc(dry_run=True)), name
+            assert any(item.go for item in sp.gc(dry_run=True)), (name, sp.gc(dry_run=True))
             sp.gc()
             sp.gc()
     with spool.open(cold) as there:
