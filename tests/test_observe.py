@@ -131,7 +131,7 @@ def test_spilling_evicting_and_deleting_are_told_by_who_does_it(tmp_path, seen):
         told = seen.of(Spilled)
         assert sum(event.n_packs for event in told) == 2
         assert sum(event.n_bytes for event in told) == sum(row.stored_bytes for row in rows)
-        sp._catalog.account({rows[0].stream: 31 << 20}, {})
+        (tmp_path / "hot" / "streams" / rows[0].stream / "token_ids" / "more").write_bytes(bytes(31 << 20))
         sp.spill()
         (evicted,) = seen.of(Evicted)
         assert evicted.n_packs == 2 and evicted.n_bytes == sum(row.hot_bytes for row in rows)

@@ -68,6 +68,10 @@ def is_running(root: str) -> bool:
         raise map_os_error(error, what="open", path=path) from error
 
 
+_started: list[subprocess.Popen[bytes]] = []
+"""Spillers that run on when the handle that started them is gone; one that is forgotten while it runs is warned of."""
+
+
 def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
     """Start a spiller unless there is one; it outlives this process and ends when nothing needs it.
 
@@ -83,7 +87,7 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
         return None
     try:
         with _log(root) as output:
-            return subprocess.Popen(  # noqa: S603 - our own command line
+            started = subprocess.Popen(  # noqa: S603 - our own command line
                 [sys.executable, "-m", "spool", "spill", uri, "--follow", "--until-idle", "--lock-fd", str(fd)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -92,6 +96,8 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": _import_path()},
             )
+        _started[:] = [*(known for known in _started if known.poll() is None), started]
+        return started
     finally:
         locks.release(fd)
 
