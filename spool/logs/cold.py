@@ -232,7 +232,7 @@ class ColdFeeder:
         """Yield pages of objects and what is in them; while one is taken in, the next is fetched."""
         pages = [new[start : start + PAGE] for start in range(0, len(new), PAGE)]
         ahead: list[Future[bytes | None]] = []
-        for page, later in zip(pages, [*pages[1:], []], strict=True):
+        for page, later in zip(pages, [*pages, []][1:], strict=True):
             jobs = ahead or [self._threads.submit(self._get_listed, info) for info in page]
             ahead = [self._threads.submit(self._get_listed, info) for info in later]
             yield page, [job.result() for job in jobs]
