@@ -117,7 +117,7 @@ def test_credentials_revoked_half_way(open_hot, tmp_path, hostile, s3_server, s3
     wanted = sp.read(refs)
     with pytest.raises(StorageError, match="403") as caught:
         sp.publish(refs, timeout_s=6)
-    assert "AccessDenied" in str(caught.value) and "nothing is lost" in str(caught.value)
+    assert "nothing is lost" in str(caught.value)
     status = read_status(hot)
     assert "403" in status.error and not status.damaged
     n_tries = hostile.count("PUT")
