@@ -324,7 +324,7 @@ def test_a_deletion_that_broke_off_is_completed_by_the_next_spiller(tmp_path, ur
     time.sleep(0.01)
     with spool.open(uri) as sp:
         sp.gc()
-        assert [row.state for row in sp._catalog.packs.rows()][:3] == ["gone"] * 3
+        assert sum(row.state == "gone" for row in sp._catalog.packs.rows()) == 3  # the release stays a day
     crash.check_hot_files(str(tmp_path / "hot"))
     crash.check_objects(open_objects(cold))
     for place in (uri, cold):
