@@ -381,9 +381,7 @@ def _tools_in(path):
 
     from spool.formats import records
     from spool.formats.frames import decode_event
-    from spool.model.events import ToolsStored, Transaction
+    from spool.model.events import ToolsStored, parts
 
     for payload in records.decode(Path(path).read_bytes()):
-        event = decode_event(payload)
-        parts = event.events if isinstance(event, Transaction) else [event]
-        yield from (part for part in parts if isinstance(part, ToolsStored))
+        yield from (part for part in parts(decode_event(payload)) if isinstance(part, ToolsStored))

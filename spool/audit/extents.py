@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spool.model.events import Attached, Event, StepCommitted
-from spool.model.refs import Extent
 
 
 class Whole(NamedTuple):
@@ -42,7 +41,7 @@ def named_rows(events: Iterable[Event]) -> Named:
             for array, runs in event.extents.items():
                 for extent in runs:
                     if extent.n:
-                        extents.setdefault(_whole(array, extent), []).append(owner)
+                        extents.setdefault(Whole(extent.stream, array, *extent.whole, extent.crc), []).append(owner)
     return Named(len(sessions - {""}), extents)
 
 
@@ -50,7 +49,3 @@ def _part(event: StepCommitted | Attached) -> str:
     if isinstance(event, StepCommitted):
         return f":{event.index}"
     return event.target if event.target.startswith(":") else f"@{event.target}"
-
-
-def _whole(array: str, extent: Extent) -> Whole:
-    return Whole(extent.stream, array, extent.row - extent.before, extent.before + extent.n + extent.after, extent.crc)

@@ -33,7 +33,7 @@ from spool.model.events import (
     StepCommitted,
     StepDiscarded,
     ToolsStored,
-    Transaction,
+    parts,
     without_text,
 )
 
@@ -84,11 +84,7 @@ def prepare(items: Sequence[LogItem]) -> list[Prepared]:
     """Encode what the rows will hold; done before the transaction, which stays short and free of the caller's code."""
     ready = []
     for item in items:
-        event = item.event
-        if isinstance(event, Transaction):
-            ready += [Prepared(item.seq, item.offset, n, part, _light(part)) for n, part in enumerate(event.events)]
-        else:
-            ready.append(Prepared(item.seq, item.offset, 0, event, _light(event)))
+        ready += [Prepared(item.seq, item.offset, n, part, _light(part)) for n, part in enumerate(parts(item.event))]
     return ready
 
 

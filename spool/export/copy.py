@@ -188,7 +188,7 @@ class _Copier:
             arrays = [array for array in (name, f"{name}.offsets", f"{name}.values") if array in extents]
             for parts in zip(*(extents[array] for array in arrays), strict=True):
                 first = parts[0]
-                key = (first.stream, arrays[0], first.row - first.before)
+                key = (first.stream, arrays[0], first.whole[0])
                 if first.n and key not in seen:
                     seen.add(key)
                     pairs = zip(arrays, parts, strict=True)
@@ -222,9 +222,9 @@ class _Copier:
         return {array: tuple(self._place_one(array, part) for part in parts) for array, parts in extents.items()}
 
     def _place_one(self, array: str, part: Extent) -> Extent:
-        if not part.before + part.n + part.after:
+        if not part.whole[1]:
             return replace(part, stream=self._writer(part.stream).name, row=0)
-        stream, row = self._moved[part.stream, array, part.row - part.before]
+        stream, row = self._moved[part.stream, array, part.whole[0]]
         return Extent(stream, row + part.before, part.n, part.position, part.crc, part.before, part.after)
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -243,7 +243,8 @@ class _Copier:
 
 
 def _whole(part: Extent) -> Extent:
-    return Extent(part.stream, part.row - part.before, part.before + part.n + part.after, 0, part.crc)
+    row, n_rows = part.whole
+    return Extent(part.stream, row, n_rows, 0, part.crc)
 
 
 def _ref(spool_id: str, whole: _Whole) -> Ref:

@@ -13,7 +13,7 @@ from spool.formats import records
 from spool.formats.frames import decode_event, scan
 from spool.logs.packs import GoneMark, marker_path
 from spool.logs.streams import log_path, records_path
-from spool.model.events import Event, Single, Transaction
+from spool.model.events import Event, Single, parts
 from spool.stores.local import map_os_error
 
 _FIRST_BYTES = 64 << 10
@@ -68,8 +68,8 @@ def read_events(root: str, places: Sequence[Place], cold_records: ColdRecords, g
 
 
 def _inner(event: Event, place: Place) -> Single:
-    parts = event.events if isinstance(event, Transaction) else (event,)
-    found = parts[place.inner] if place.inner < len(parts) else None
+    inner = parts(event)
+    found = inner[place.inner] if place.inner < len(inner) else None
     if found is None or (isinstance(place, Located) and _name(found) != _name(place.event)):
         raise IntegrityError(
             f"event {place.seq} of pack {place.pack} of stream {place.stream} is not the one that the catalog knows: "

@@ -13,6 +13,7 @@ from msgspec import Struct
 from spool.errors import IntegrityError, NotFoundError
 from spool.formats.manifest import PackEntry, entry_json, parse_entry
 from spool.formats.shard import parse_group
+from spool.logs.streams import disk_bytes
 from spool.stores.local import read_file, write_atomic
 
 log = logging.getLogger("spool.logs")
@@ -128,19 +129,12 @@ def pack_bytes(root: str, stream: str, pack: int) -> int:
     for entry in _folders(folder):
         shard = f"{folder}/{entry}/c/{pack}"  # a file where a row has no inner shape, else a folder
         paths += [shard, *(f"{at}/{name}" for at, _, names in os.walk(shard) for name in names)]
-    return sum(map(_disk_bytes, paths))
+    return sum(map(disk_bytes, paths))
 
 
 def _folders(folder: str) -> list[str]:
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries if entry.is_dir() and entry.name != "records"]
-
-
-def _disk_bytes(path: str) -> int:
-    try:
-        return os.lstat(path).st_blocks * 512
-    except FileNotFoundError:
-        return 0
 
 
 class StreamSizes:

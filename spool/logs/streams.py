@@ -48,11 +48,13 @@ def is_live(root: str, stream: str) -> bool:
 
 def measure(root: str, stream: str) -> int:
     """Return the bytes that a stream's files take on disk."""
-    total = 0
-    for folder, _, files in os.walk(f"{root}/streams/{stream}"):
-        for name in files:
-            try:
-                total += os.lstat(f"{folder}/{name}").st_blocks * 512
-            except FileNotFoundError:
-                continue
-    return total
+    walked = os.walk(f"{root}/streams/{stream}")
+    return sum(disk_bytes(f"{folder}/{name}") for folder, _, files in walked for name in files)
+
+
+def disk_bytes(path: str) -> int:
+    """Return what a file takes on disk; 0 where there is none."""
+    try:
+        return os.lstat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0

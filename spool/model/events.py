@@ -181,6 +181,11 @@ Event = Single | Transaction
 _E = TypeVar("_E", bound=Event)
 
 
+def parts(event: Event) -> tuple[Single, ...]:
+    """Return the events that one record of a log holds: those of a transaction, or the event itself."""
+    return event.events if isinstance(event, Transaction) else (event,)
+
+
 def without_text(event: _E) -> _E:
     """Return an event without messages and tool schemas; the same object where it has none."""
     if isinstance(event, StepCommitted):

@@ -32,6 +32,11 @@ class Extent(Struct, frozen=True, array_like=True, gc=False):
     before: int = 0
     after: int = 0
 
+    @property
+    def whole(self) -> tuple[int, int]:
+        """First row and number of rows of the whole extent, those that were cut off included."""
+        return self.row - self.before, self.before + self.n + self.after
+
     def cut(self, start: int, stop: int) -> Extent:
         """Return the part that stands for positions ``[start, stop)``, which must lie inside."""
         head, tail = start - self.position, self.position + self.n - stop

@@ -56,11 +56,11 @@ class Source:
         Raises:
             IntegrityError: the extent does not lie in one object, so the reference is damaged.
         """
-        pack, first = divmod(extent.row - extent.before, self.shard_rows)
-        n_rows = extent.before + extent.n + extent.after
+        start, n_rows = extent.whole
+        pack, first = divmod(start, self.shard_rows)
         if first + n_rows > self.shard_rows or extent.before < 0 or extent.n < 0 or extent.after < 0 or pack < 0:
             raise IntegrityError(
-                f"{n_rows} rows of {self.name} at row {extent.row - extent.before} of stream {self.stream} would cross "
+                f"{n_rows} rows of {self.name} at row {start} of stream {self.stream} would cross "
                 f"a shard of {self.shard_rows} rows; the reference is damaged, take it from the catalog again",
                 stream=self.stream, field=self.field.name, rows=[extent.row, extent.row + extent.n],
             )  # fmt: skip

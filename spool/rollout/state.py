@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,7 @@ from spool.model.events import (
     Single,
     StepCommitted,
     StepDiscarded,
-    Transaction,
+    parts,
 )
 from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, Span, StepRef, Unit
@@ -81,7 +81,7 @@ class SessionState:
                 twice; a discarded step is missing; a step or an opening belongs to another session.
         """
         kinds: dict[type[Single], list[Any]] = {kind: [] for kind in _FOLDED}
-        for event in _flat(events):
+        for event in (part for record in events for part in parts(record)):
             if type(event) in kinds:
                 kinds[type(event)].append(event)
         opened = sorted(kinds[SessionOpened], key=lambda event: (event.resumed, event.at))
@@ -397,11 +397,3 @@ class SessionState:
     def abandon(self, event: SessionDiscarded) -> None:
         """Withdraw the session, alive or finalised."""
         self.discarded = event
-
-
-def _flat(events: Iterable[Event]) -> Iterator[Single]:
-    for event in events:
-        if isinstance(event, Transaction):
-            yield from event.events
-        else:
-            yield event

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from crc32c import crc32c
 
 from spool.errors import IntegrityError
 from spool.formats.frames import decode_event
-from spool.model.events import Attached, Single, StepCommitted, Transaction
-from spool.model.refs import Extent
+from spool.model.events import Attached, StepCommitted, parts
 
 
 @dataclass(slots=True)
@@ -41,27 +41,14 @@ def named_in(
         IntegrityError: a payload is no event.
     """
     found: dict[str, dict[tuple[int, int, int], Named]] = {name: {} for name in shard_rows}
-    for event in _singles(payloads):
+    for event in chain.from_iterable(parts(decode_event(payload)) for payload in payloads):
         if isinstance(event, StepCommitted | Attached):
             for array, extents in event.extents.items():
                 for extent in extents:
                     if extent.stream == stream and extent.n and extent.row // shard_rows[array] == pack:
-                        whole = _whole(extent, event.session_id)
+                        whole = Named(*extent.whole, extent.crc, event.session_id)
                         found[array].setdefault((whole.row, whole.n, whole.crc), whole)
     return {array: sorted(wholes.values(), key=lambda whole: whole.row) for array, wholes in found.items()}
-
-
-def _singles(payloads: Iterable[bytes]) -> Iterator[Single]:
-    for payload in payloads:
-        event = decode_event(payload)
-        if isinstance(event, Transaction):
-            yield from event.events
-        else:
-            yield event
-
-
-def _whole(extent: Extent, session_id: str) -> Named:
-    return Named(extent.row - extent.before, extent.before + extent.n + extent.after, extent.crc, session_id)
 
 
 class Checker:

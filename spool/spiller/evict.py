@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 from spool.catalog import Catalog
-from spool.logs.packs import GoneMark, list_packs, marker_path, read_gone, write_gone
-from spool.logs.streams import records_path, stream_names
+from spool.logs.packs import GoneMark, marker_path, write_gone
+from spool.logs.streams import records_path
 from spool.points import reach
 from spool.write.folder import open_folder, unlink_quietly
 from spool.write.seal import remove_shard
@@ -44,22 +43,6 @@ def delete(root: str, catalog: Catalog, stream: str, pack: int, gone: GoneMark) 
     catalog.forget(stream, pack, at=gone.at, reason=gone.reason)
 
 
-def complete_deletions(root: str, catalog: Catalog) -> list[tuple[str, int]]:
-    """Delete what is left of packs that are marked as gone; return those of which something was.
-
-    Raises:
-        SpoolError: a stream's folder or the catalog cannot be used.
-    """
-    found = []
-    for stream in stream_names(root):
-        with suppress(FileNotFoundError):
-            packs = list_packs(f"{root}/streams/{stream}/records")
-            for pack in sorted(packs.gone & (packs.sealed | packs.cold)):
-                delete(root, catalog, stream, pack, read_gone(root, stream, pack) or GoneMark())
-                found.append((stream, pack))
-    return found
-
-
 def _remove_files(root: str, stream: str, pack: int) -> None:
     """Remove shards, then records."""
     folder, _ = open_folder(root, stream)
@@ -67,11 +50,3 @@ def _remove_files(root: str, stream: str, pack: int) -> None:
         remove_shard(folder, spec, pack)
         reach("evict.shard")
     unlink_quietly(records_path(root, stream, pack))
-
-
-def disk_bytes(path: str) -> int:
-    """Return what a file takes on disk; 0 where there is none."""
-    try:
-        return os.stat(path).st_blocks * 512
-    except FileNotFoundError:
-        return 0

@@ -20,13 +20,12 @@ from spool.formats.cold_arrays import Codec, ColdLayout
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_attributes, parse_rows, shard_key
 from spool.logs.cold import manifest_key, records_key
-from spool.logs.packs import marker_path, read_entry, write_cold
+from spool.logs.packs import marker_path, pack_bytes, read_entry, write_cold
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.points import reach
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
-from spool.spiller.evict import disk_bytes
 from spool.spiller.turns import turn
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file
@@ -216,7 +215,7 @@ class Uploader:
             rows={name: n for name, n in rows.items() if n},
             objects=sizes,
             stored_bytes=sum(sizes.values()),
-            hot_bytes=self._hot_bytes(folder, pack),
+            hot_bytes=pack_bytes(self._root, folder.name, pack),
             codecs={name: layout.codec for name, layout in stream.layouts.items()},
         )
         return Sent(entry, manifest.encode([(entry, events)]))
@@ -290,10 +289,6 @@ class Uploader:
             return os.stat(folder.shard_path(spec, pack)).st_size // spec.row_bytes
         except FileNotFoundError:
             return 0
-
-    def _hot_bytes(self, folder: Folder, pack: int) -> int:
-        paths = [folder.shard_path(spec, pack) for spec in folder.schema.arrays]
-        return sum(map(disk_bytes, [*paths, records_path(self._root, folder.name, pack)]))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from spool.errors import IntegrityError, LockedError, NotFoundError, SpoolError
 from spool.formats import records
 from spool.formats.frames import decode_event
 from spool.formats.shard import parse_rows
-from spool.model.events import Attached, Event, StepCommitted, Transaction
+from spool.model.events import Attached, StepCommitted, parts
 from spool.stores.local import map_os_error, read_file, write_atomic
 from spool.write.folder import NEW, Folder, is_stream_name, lock_folder, open_folder
 from spool.write.log import LogContents, log_path, read_log
@@ -151,7 +151,7 @@ def count_rows(folder: Folder, payloads: Iterable[bytes]) -> Ends:
     """
     ends: dict[tuple[str, int], int] = {}
     for payload in payloads:
-        for event in _flat(decode_event(payload)):
+        for event in parts(decode_event(payload)):
             if not isinstance(event, StepCommitted | Attached):
                 continue
             for array, extents in event.extents.items():
@@ -159,17 +159,10 @@ def count_rows(folder: Folder, payloads: Iterable[bytes]) -> Ends:
                 for extent in extents:
                     if extent.stream != folder.name or not shard_rows:
                         continue
-                    pack, row = divmod(extent.row - extent.before, shard_rows)
-                    end = row + extent.before + extent.n + extent.after
-                    ends[array, pack] = max(end, ends.get((array, pack), 0))
+                    first, n_rows = extent.whole
+                    pack, row = divmod(first, shard_rows)
+                    ends[array, pack] = max(row + n_rows, ends.get((array, pack), 0))
     return ends
-
-
-def _flat(event: Event) -> Iterator[Event]:
-    if isinstance(event, Transaction):
-        yield from event.events
-    else:
-        yield event
 
 
 def _shortfalls(folder: Folder, rows: Mapping[int, Mapping[str, int]]) -> Iterator[Shortfall]:
