@@ -160,6 +160,17 @@ def test_a_damaged_pack_stays_is_shown_and_publish_says_so_at_once(pair, tmp_pat
     assert_same(pair.read(good), wanted)
 
 
+def test_a_damaged_pack_that_was_asked_for_does_not_keep_a_spiller_alive(pair, tmp_path):
+    hot = str(tmp_path / "hot")
+    refs = record(pair, "bad")
+    pair.flush()
+    damage(hot, "token_ids")
+    with pytest.raises(IntegrityError, match="token_ids"):
+        pair.publish(refs, timeout_s=60)
+    pair.close()
+    wait_for(lambda: not elect.is_running(hot), timeout_s=30, what="the end of the spiller")
+
+
 def test_of_a_round_the_damaged_pack_alone_stays(pair, tmp_path):
     hot = str(tmp_path / "hot")
     refs = []

@@ -250,7 +250,7 @@ class Spiller:
         return False
 
     def _look_at_cold(self) -> None:
-        """Make sure that the cold root is still the one that this root joined, before anything is entrusted to it.
+        """Make sure that the cold root is still the one that this root joined, before it is read, trusted or changed.
 
         Raises:
             StorageError: it cannot be reached, or was emptied.
@@ -278,6 +278,7 @@ class Spiller:
         self._kept_at = time.monotonic()
         recovered = self._recover()
         if self._cold is not None:
+            self._look_at_cold()
             self._cold.catch_up()
         self._mender.work(recovered=recovered)
         self._expire()
@@ -306,19 +307,18 @@ class Spiller:
 
     def _serve(self) -> bool:
         """Take back requests that are served or that nobody can serve; seal for writers that are dead."""
-        packs, dead = self._catalog.packs, False
+        packs, unsealed = self._catalog.packs, False
         for stream, pack in packs.seal_requests().items():
             row = packs.get(stream, pack)
             if row is not None and row.state in ("spilled", "evicted", "gone"):
                 packs.serve(stream, pack)
             elif not is_live(self._root, stream):
-                dead = True
-                states = packs.states(stream).values()
-                if self._recovered_at > 0 and not {"open", "sealed"}.intersection(states):
+                states = set(packs.states(stream).values())
+                unsealed |= "open" in states
+                if self._recovered_at > 0 and not {"open", "sealed"} & states:
                     packs.serve(stream, pack)
-        if dead and time.monotonic() - self._recovered_at >= URGENT_S:
+        if unsealed and time.monotonic() - self._recovered_at >= URGENT_S:
             self._recover()
-            return True
         return False
 
     def _spill(self) -> bool:
