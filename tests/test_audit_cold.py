@@ -48,7 +48,8 @@ def shard(sp, array, pack=0):
 
 
 def test_evicted_and_deleted_packs_are_in_order(cold, tmp_path):
-    with spool.open(location(tmp_path / "hot", cold, retention="released", grace_s=0.001)) as sp:
+    policy = {"retention": "released", "grace_s": 0.001, "spill_when": "pressure"}
+    with spool.open(location(tmp_path / "hot", cold, **policy)) as sp:
         refs = published(sp, "one", "two", "three")
         whole = sp.verify(deep=True)
         assert whole.findings == ()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from kit import SHAPE, add
 from shell import SCRIPT, environment, on_terminal, run, spool
+from tiers import wait_for
 
 import spool as library
 from spool.cli import VERBS
@@ -327,13 +328,16 @@ def test_an_interrupt_ends_with_130_and_without_a_traceback(tmp_path):
     process = subprocess.Popen(
         [SCRIPT, "demo", root, "--groups", "100000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not list(root.glob("streams/2*/records/*.log")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    try:
+        wait_for(lambda: list(root.glob("streams/2*/records/*.log")), what="the first records", timeout_s=30)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
     assert run("verify", root).err.endswith("nothing wrong\n")

@@ -18,6 +18,7 @@ from nodes import TESTS, location
 from tiers import SHAPE, assert_same, record, wait_for
 
 import spool
+from spool import locks
 from spool.catalog import Catalog
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup
 from spool.retention import Policy
@@ -264,15 +265,20 @@ POINTS = ["collect.tombstone", "delete.marked", "evict.shard", "delete.removed",
 
 @pytest.mark.parametrize("point", POINTS)
 def test_a_deletion_that_broke_off_is_completed(released, cold, tmp_path, point):
+    hot = str(tmp_path / "hot")
     with spool.open(released) as sp:
         refs = in_packs(sp, "one", "two")
-        sp.release(refs["one"])
+    wait_for(lambda: not elect.is_running(hot), timeout_s=120, what="the end of the spiller")
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     code = (
         "import sys, spool\nfrom spool.points import kill_at\nsp = spool.open(sys.argv[1])\n"
         f"kill_at({point!r})\nsp.gc(); sp.gc()"
     )
+    held = elect.require_lock(hot)  # a spiller would delete the pack as well
+    with spool.open(released) as sp:
+        sp.release(refs["one"])
     done = subprocess.run([sys.executable, "-c", code, released], check=False, timeout=120, env=environment)
+    locks.release(held)
     assert done.returncode == -signal.SIGKILL
     with spool.open(released) as sp:
         sp.gc()

@@ -579,12 +579,19 @@ def test_many_tiny_sessions(sp):
 # -- a damaged index, torn files -------------------------------------------------------------------------------------
 
 
+def delete_catalog(path):
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
 def spoil_catalog(path, how):
-    if how in ("deleted", "a folder"):
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-    if how == "a folder":
-        path.mkdir()
+    if how == "deleted":
+        delete_catalog(path)
+    elif how == "a folder":
+        while not path.is_dir():
+            delete_catalog(path)
+            with contextlib.suppress(FileExistsError):  # somebody who uses it made it anew in between
+                path.mkdir()
         (path / "in the way").touch()
     elif how == "empty":
         os.truncate(path, 0)
