@@ -29,14 +29,14 @@ class Identity(Struct, frozen=True):
     Attributes:
         format: version of the layout on disk.
         id: 16 hexadecimal digits; references carry it. All roots of a spool have the same.
-        created: seconds since the epoch.
+        created: seconds since the epoch; None in an object store, where makers must write the same bytes.
         tier: of the root it lies in.
         spill: of a hot root, the URL of its cold root; None where it has none.
     """
 
     format: int
     id: str
-    created: float
+    created: float | None = None
     tier: Literal["hot", "cold"] = "hot"
     spill: str | None = None
 
@@ -185,8 +185,9 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
             "open it with the same spill=, or take another hot root",
             option="spill",
         )
-    made = _make_cold_identity(cold, known) if cold is not None else Identity(FORMAT, secrets.token_hex(8), time.time())
-    made = msgspec.structs.replace(made, tier="hot", spill=None if cold is None else cold.url)
+    spool_id = secrets.token_hex(8) if cold is None else _make_cold_identity(cold, known).id
+    created = time.time() if known is None else known.created
+    made = Identity(FORMAT, spool_id, created, spill=None if cold is None else cold.url)
     if known is None:
         return _create(root, made)
     write_atomic(os.path.join(root, "spool.json"), msgspec.json.encode(made))
@@ -235,16 +236,15 @@ def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
 def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
     """Create the cold root unless it is there; return its identity.
 
-    Two nodes may do so at once and an object store has no exclusive creation to rely on: the id follows from the URL,
-    so both write the same. A shared folder has one, and may be mounted elsewhere on another node.
+    Two nodes may do so at once and an object store has no exclusive creation to rely on: what is written follows from
+    the URL alone, so both write the same. A shared folder has one, and may be mounted elsewhere on another node.
     """
     known = read_cold_identity(cold)
     if known is None:
-        drawn = secrets.token_hex(8) if cold.url.startswith("file://") else xxhash.xxh3_64_hexdigest(cold.url.encode())
-        spool_id = hot.id if hot is not None else drawn
-        made = Identity(FORMAT, spool_id, time.time(), tier="cold")
         if cold.url.startswith("file://"):
+            made = Identity(FORMAT, secrets.token_hex(8) if hot is None else hot.id, time.time(), tier="cold")
             return _create(unquote(cold.url.removeprefix("file://")), made, hot)
+        made = Identity(FORMAT, xxhash.xxh3_64_hexdigest(cold.url.encode()) if hot is None else hot.id, tier="cold")
         cold.put("spool.json", msgspec.json.encode(made))
         known = read_cold_identity(cold) or made
     return _same(known, hot, cold.url)

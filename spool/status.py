@@ -8,7 +8,7 @@ from spool.catalog import Catalog, PackState
 from spool.config import Config
 from spool.logs.streams import is_live, measure, stream_names
 from spool.spiller import elect
-from spool.spiller.plan import HIGH, LOW
+from spool.spiller.plan import watermarks
 from spool.spiller.status import read_status
 
 
@@ -152,7 +152,7 @@ def _hot(config: Config, catalog: Catalog, used: int) -> HotTier:
     limit = config.hot_bytes
     if limit is None:
         return HotTier(used)
-    return HotTier(used, sum(catalog.usage().values()), limit, int(HIGH * limit), int(LOW * limit))
+    return HotTier(used, sum(catalog.usage().values()), limit, *watermarks(limit))
 
 
 def _spiller(root: str) -> SpillerStatus:

@@ -89,6 +89,17 @@ class Pressure(NamedTuple):
         return self.used > self.high
 
 
+def watermarks(limit: int, *, wanted: int = 0) -> tuple[int, int]:
+    """Return above how many bytes of a limit packs are evicted, and until how many are left.
+
+    Args:
+        limit: ``hot_bytes``.
+        wanted: bytes that somebody waits for.
+    """
+    low = min(int(LOW * limit), limit - 2 * GRANT_BYTES, limit - wanted - GRANT_BYTES)
+    return min(int(HIGH * limit), limit - GRANT_BYTES), max(0, low)
+
+
 def pressure(*, taken: int, limit: int | None, wanted: int, disk_total: int, disk_free: int) -> Pressure:
     """Return how full the hot tier is: measured against its limit, or against the disk where that is fuller.
 
@@ -105,9 +116,7 @@ def pressure(*, taken: int, limit: int | None, wanted: int, disk_total: int, dis
     by_disk = Pressure(used, high, disk_total - left - max(left // 2, wanted), disk_total)
     if limit is None:
         return _wanted(by_disk) if wanted and disk_free < left + wanted else by_disk
-    high = min(int(HIGH * limit), limit - GRANT_BYTES)
-    low = max(0, min(int(LOW * limit), limit - 2 * GRANT_BYTES, limit - wanted - GRANT_BYTES))
-    by_limit = Pressure(taken, high, low, limit)
+    by_limit = Pressure(taken, *watermarks(limit, wanted=wanted), limit)
     if wanted and taken + wanted > limit:
         by_limit = _wanted(by_limit)
     return by_disk if by_disk.is_high and not by_limit.is_high else by_limit
