@@ -261,7 +261,7 @@ def test_one_spiller_comes_back_when_it_is_killed_and_ends_when_nobody_needs_it(
             elect.require_lock(hot)
         os.kill(first, 9)
         sp.publish(record(sp, "b"), timeout_s=60)
-        assert read_status(hot).pid != first
+        wait_for(lambda: read_status(hot).pid != first)  # the status follows the manifest
     wait_for(lambda: not elect.is_running(hot), timeout_s=60, what="the end of the spiller")
 
 
