@@ -22,7 +22,8 @@ from spool.formats.manifest import PackEntry
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup, manifest_key
 from spool.model.events import SessionOpened
 from spool.model.fields import Schema, layout
-from spool.spiller.rollup import MANIFESTS_ROLLED, roll_up
+from spool.spiller import rollup
+from spool.spiller.rollup import OBJECTS_ROLLED, roll_up
 from spool.stores.objects import open_objects
 
 MANIFESTS = 1100
@@ -116,15 +117,16 @@ def test_thousands_of_manifests_are_listed_and_each_is_read_once(objects):
     feeder.catch_up()
     assert objects.gets() == []
     before = catalog.dump()
-    n_left = roll_up(feeder, ["20260101T000000-00000001"])
-    assert n_left == len(objects.list("manifests/")) == (MANIFESTS + 1) // MANIFESTS_ROLLED + (MANIFESTS + 1) % 64
+    roll_up(feeder, ["20260101T000000-00000001"])
+    n_rolled, n_left = divmod(MANIFESTS + 1, OBJECTS_ROLLED)
+    assert len(objects.list("manifests/")) == n_rolled + n_left
     feeder.catch_up()
     assert catalog.dump() == before
     assert fed(objects).dump() == before
 
 
 def test_what_is_rolled_up_while_another_reads_is_found(objects):
-    keys = [put_manifest(objects, pack) for pack in range(MANIFESTS_ROLLED)]
+    keys = [put_manifest(objects, pack) for pack in range(OBJECTS_ROLLED)]
     catalog, feeder = Catalog.open("", readonly=True), None
     feeder = ColdFeeder(objects, catalog)
     other = ColdFeeder(open_objects(objects.url), Catalog.open("", readonly=True))
@@ -136,7 +138,7 @@ def test_what_is_rolled_up_while_another_reads_is_found(objects):
 
     objects.before_get = roll
     feeder.catch_up()
-    assert ids(catalog) == {f"s{pack}" for pack in range(MANIFESTS_ROLLED)}
+    assert ids(catalog) == {f"s{pack}" for pack in range(OBJECTS_ROLLED)}
     assert [is_rollup(found.key) for found in objects.list("manifests/")] == [True]
 
 
@@ -162,7 +164,7 @@ def test_readers_beside_one_who_writes_and_rolls_up_miss_nothing(objects):
     for reader in readers:
         reader.start()
     writer = ColdFeeder(objects, Catalog.open("", readonly=True))
-    for pack in range(3 * MANIFESTS_ROLLED):
+    for pack in range(3 * OBJECTS_ROLLED):
         put_manifest(objects, pack)
         if pack % 40 == 39:
             roll_up(writer, ["20260101T000000-00000001"])
@@ -170,7 +172,7 @@ def test_readers_beside_one_who_writes_and_rolls_up_miss_nothing(objects):
     for reader in readers:
         reader.join(120)
     assert failures == []
-    assert seen == [{f"s{pack}" for pack in range(3 * MANIFESTS_ROLLED)}] * 3
+    assert seen == [{f"s{pack}" for pack in range(3 * OBJECTS_ROLLED)}] * 3
 
 
 def test_a_damaged_manifest_hides_no_other(objects, caplog):
@@ -192,30 +194,63 @@ def test_a_damaged_manifest_hides_no_other(objects, caplog):
     objects.delete(["manifests/0000000000007-not-a-manifest.txt"])
     assert feeder.catch_up() == []
     assert ids(catalog) == {f"s{pack}" for pack in range(5)}
-    assert roll_up(feeder, ["20260101T000000-00000001"]) == 5
+    roll_up(feeder, ["20260101T000000-00000001"])
+    assert len(objects.list("manifests/")) == 5, "few are left as they are"
 
 
 def test_a_roll_up_leaves_damaged_and_deleted_packs_out(objects):
-    keys = [put_manifest(objects, pack) for pack in range(MANIFESTS_ROLLED + 2)]
+    keys = [put_manifest(objects, pack) for pack in range(OBJECTS_ROLLED + 2)]
     objects.put(keys[3], b"torn")
     objects.put(gone_key("20260101T000000-00000001", 5), b'{"at": 1.0, "reason": "released", "done": true}')
     feeder = ColdFeeder(objects, Catalog.open("", readonly=True))
     roll_up(feeder, ["20260101T000000-00000001"])
     left = {found.key for found in objects.list("manifests/") if not is_rollup(found.key)}
     assert left >= {keys[3], keys[5]}
-    assert ids(fed(objects)) == {f"s{pack}" for pack in range(MANIFESTS_ROLLED + 2)} - {"s3", "s5"}
+    assert ids(fed(objects)) == {f"s{pack}" for pack in range(OBJECTS_ROLLED + 2)} - {"s3", "s5"}
 
 
 def test_deleted_packs_in_a_roll_up_stay_forgotten(objects):
-    for pack in range(MANIFESTS_ROLLED):
+    for pack in range(OBJECTS_ROLLED):
         put_manifest(objects, pack)
     feeder = ColdFeeder(objects, Catalog.open("", readonly=True))
     roll_up(feeder, ["20260101T000000-00000001"])
     objects.put(gone_key("20260101T000000-00000001", 5), b'{"at": 1.0, "reason": "released"}')
     objects.put(gone_key("20260101T000000-00000001", 6), b"torn")
     catalog = fed(objects)
-    assert ids(catalog) == {f"s{pack}" for pack in range(MANIFESTS_ROLLED)} - {"s5", "s6"}
+    assert ids(catalog) == {f"s{pack}" for pack in range(OBJECTS_ROLLED)} - {"s5", "s6"}
     assert catalog.packs.get("20260101T000000-00000001", 5).reason == "released"
+
+
+def test_fact_files_are_rolled_up_and_say_the_same(cold, tmp_path, monkeypatch):
+    monkeypatch.setattr(rollup, "OBJECTS_ROLLED", 8)
+    with spool.open(location(tmp_path / "hot", cold)) as sp, spool.open(cold) as trainer:
+        refs = record(sp, "one")
+        sp.publish(refs, timeout_s=120)
+        for number in range(8):
+            trainer.annotate("one", segment=refs[number % len(refs)], **{f"judge{number % 3}": number})
+        trainer.annotate("one", reward=1.0)
+        trainer.release(refs[:1], tag="step-1")
+        trainer.checkpointed("step-1")
+        objects = sp._feeds.cold.objects
+        single = {found.key: objects.get(found.key) for found in objects.list("facts/")}
+        assert len(single) == 11
+
+        def known(handle):
+            (row,) = handle.sessions()
+            return row, list(handle.segments()), sorted(map(repr, handle._catalog.released("one")))
+
+        before = known(sp)
+        assert before == known(trainer)
+        roll_up(sp._feeds.cold)
+        assert [is_rollup(found.key) for found in objects.list("facts/")].count(True) == 1
+        assert len(objects.list("facts/")) == 4
+        # another node that listed before may have them in a roll-up of its own
+        for again in ({}, dict(list(single.items())[2:8])):
+            for key, data in again.items():
+                objects.put(key, data)
+            with spool.open(cold) as fresh:
+                assert known(sp) == known(trainer) == known(fresh) == before
+                assert fresh.verify(deep=True).findings == ()
 
 
 def test_a_fact_file_that_vanishes_is_forgotten(cold, tmp_path):

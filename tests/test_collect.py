@@ -26,7 +26,7 @@ from spool.root import open_cold
 from spool.spiller import elect
 from spool.spiller.collect import Collector
 from spool.spiller.evict import evict
-from spool.spiller.rollup import MANIFESTS_ROLLED, roll_up
+from spool.spiller.rollup import OBJECTS_ROLLED, roll_up
 from spool.stores.objects import open_objects
 
 
@@ -358,21 +358,21 @@ def test_roll_ups_of_gone_packs_go(cold):
 
     objects, stream = open_objects(cold), "20260101T000000-00000001"
     put_group(objects)
-    for pack in range(2 * MANIFESTS_ROLLED):
+    for pack in range(2 * OBJECTS_ROLLED):
         put_manifest(objects, pack)
     catalog = Catalog.open("", readonly=True)
     feeder = ColdFeeder(objects, catalog)
     roll_up(feeder, [stream])
     feeder.catch_up()
     own = Collector(None, catalog, feeder, Policy(released=True), grace_s=0.0, withdraw=lambda _: None)
-    for pack in range(MANIFESTS_ROLLED + 1):
+    for pack in range(OBJECTS_ROLLED + 1):
         objects.put(gone_key(stream, pack), b'{"at": 1.0, "reason": "released"}')
     own.run([])
     (left,) = objects.list("manifests/")
     assert is_rollup(left.key)
     feeder.catch_up()
-    assert len(list(catalog.sessions())) == MANIFESTS_ROLLED - 1
-    for pack in range(MANIFESTS_ROLLED + 1, 2 * MANIFESTS_ROLLED):
+    assert len(list(catalog.sessions())) == OBJECTS_ROLLED - 1
+    for pack in range(OBJECTS_ROLLED + 1, 2 * OBJECTS_ROLLED):
         objects.put(gone_key(stream, pack), b'{"at": 1.0, "reason": "released"}')
     # a new process, which knows of no roll-up yet what is in it
     fresh = ColdFeeder(objects, catalog)
@@ -407,7 +407,7 @@ def test_the_spiller_rolls_up_its_own_manifests(cold, tmp_path):
     uri = location(tmp_path / "hot", cold)
     with spool.open(uri) as sp:
         made = []
-        for number in range(MANIFESTS_ROLLED + 1):
+        for number in range(OBJECTS_ROLLED + 1):
             s = sp.session(f"u{number}")
             s.append(prompt_token_ids=[number], response_token_ids=[2])
             made += s.finalize()
@@ -419,7 +419,7 @@ def test_the_spiller_rolls_up_its_own_manifests(cold, tmp_path):
     assert len([key for key in keys if is_rollup(key)]) == 1
     assert len(keys) <= 4
     with spool.open(cold) as there:
-        assert len(list(there.sessions())) == MANIFESTS_ROLLED + 1
+        assert len(list(there.sessions())) == OBJECTS_ROLLED + 1
         assert len(there.read(made)) == len(made)
 
 

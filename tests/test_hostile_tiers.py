@@ -162,15 +162,19 @@ def test_nothing_is_under_a_final_key_after_an_interrupted_put(open_hot, tmp_pat
 
 
 def test_the_spiller_killed_while_it_uploads_leaves_nothing_half(open_hot, tmp_path, hostile, s3_root):
-    hostile.fault("delay", "PUT", n=0.3)
+    hostile.fault("delay", "PUT", n=1.0)
     sp = open_hot()
     refs = record(sp, "a")
     wanted = sp.read(refs)
     sp.flush()
+
+    def begun(n_before):
+        sp._tiers._nudge()
+        return hostile.count("PUT", "/c/") > n_before
+
     for _ in range(3):
         n_before = hostile.count("PUT", "/c/")
-        sp._tiers._nudge()
-        wait_for(lambda n=n_before: hostile.count("PUT", "/c/") > n, what="an upload")
+        wait_for(lambda n=n_before: begun(n), what="an upload")
         os.kill(_spiller_pid(tmp_path), 9)
         time.sleep(0.2)
         if sp._catalog.packs.get(refs[0].extents["token_ids"][0].stream, 0).state == "sealed":

@@ -185,7 +185,7 @@ def collect(uri: str) -> None:
 
 def roll_up(uri: str) -> None:
     """Roll manifests up, a few at a time."""
-    rollup.MANIFESTS_ROLLED = 3
+    rollup.OBJECTS_ROLLED = 3
     with spool.open(uri) as sp:
         rollup.roll_up(sp._feeds.cold, sp._feeder.stream_names())
 

@@ -59,8 +59,8 @@ def manifest_key(entry: PackEntry) -> str:
 
 
 def is_rollup(key: str) -> bool:
-    """Whether a manifest's key is that of a roll-up."""
-    return key.removeprefix(MANIFESTS).partition("-")[2].startswith("rollup-")
+    """Whether the key of a manifest or fact file is that of a roll-up."""
+    return key.partition("/")[2].partition("-")[2].startswith("rollup-")
 
 
 def parse_manifest_key(key: str) -> tuple[str, int]:

@@ -1,32 +1,43 @@
-"""Rolling manifests up, so that a long run is listed and read in few requests."""
+"""Rolling manifests and fact files up, so that a long run is listed and read in few requests."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import xxhash
 
 from spool.errors import IntegrityError, NotFoundError
 from spool.formats import manifest
-from spool.formats.manifest import PackEntry
-from spool.logs.cold import MANIFESTS, ColdFeeder, is_rollup, parse_manifest_key
+from spool.logs.cold import FACTS, MANIFESTS, ColdFeeder, is_rollup, parse_manifest_key
 from spool.points import reach
 from spool.stores.objects import Objects
 
 log = logging.getLogger("spool.spiller")
 
-MANIFESTS_ROLLED = 64
-
-Packs = list[tuple[PackEntry, list[bytes]]]
+OBJECTS_ROLLED = 64
 
 
-def roll_up(cold: ColdFeeder, streams: Collection[str] | None = None) -> int:
-    """Put each `MANIFESTS_ROLLED` manifests of ``streams`` into one; return how many objects are left of all.
+class _Kind(NamedTuple):
+    """Objects of which many can be one: their contents are lists, and the one holds all of these."""
 
-    The roll-up is there before the first of its manifests goes; its name follows from theirs. Those of deleted packs
-    and damaged ones are left as they are.
+    prefix: str
+    decode: Callable[[bytes], list[Any]]
+    encode: Callable[[Sequence[Any]], bytes]
+
+
+_MANIFEST = _Kind(MANIFESTS, manifest.decode, manifest.encode)
+_FACT_FILE = _Kind(FACTS, manifest.decode_facts, manifest.encode_facts)
+
+
+def roll_up(cold: ColdFeeder, streams: Collection[str] | None = None) -> None:
+    """Put each `OBJECTS_ROLLED` manifests of ``streams`` into one, and each so many fact files, whosever they are.
+
+    A roll-up is there before the first of what it holds goes; its name follows from theirs. Manifests of deleted packs
+    and whatever is damaged are left as they are. Fact files belong to no node: two that roll them up at once may leave
+    facts twice, which say no more than once.
 
     Args:
         cold: the cold root.
@@ -36,29 +47,33 @@ def roll_up(cold: ColdFeeder, streams: Collection[str] | None = None) -> int:
         StorageError: the cold root failed; call it again.
     """
     objects, own = cold.objects, None if streams is None else set(streams)
-    found = [info.key for info in objects.list(MANIFESTS)]
-    single = [key for key in found if not is_rollup(key) and (own is None or parse_manifest_key(key)[0] in own)]
-    n_left = len(found)
-    if len(single) < MANIFESTS_ROLLED:
-        return n_left
-    gone = cold.tombstones()
-    single = [key for key in single if parse_manifest_key(key) not in gone]
+    manifests = [key for key in _single(objects, _MANIFEST) if own is None or parse_manifest_key(key)[0] in own]
+    if len(manifests) >= OBJECTS_ROLLED:
+        gone = cold.tombstones()
+        _roll_all(objects, _MANIFEST, [key for key in manifests if parse_manifest_key(key) not in gone])
+    _roll_all(objects, _FACT_FILE, _single(objects, _FACT_FILE))
+
+
+def _single(objects: Objects, kind: _Kind) -> list[str]:
+    return [info.key for info in objects.list(kind.prefix) if not is_rollup(info.key)]
+
+
+def _roll_all(objects: Objects, kind: _Kind, keys: Sequence[str]) -> None:
     with ThreadPoolExecutor(8) as threads:
-        for chosen in _batches(single):
-            packs = dict(zip(chosen, threads.map(lambda key: _read(objects, key), chosen), strict=True))
-            n_left -= _roll(objects, {key: found for key, found in packs.items() if found})
-    return n_left
+        for chosen in _batches(keys):
+            found = dict(zip(chosen, threads.map(lambda key: _read(objects, kind, key), chosen), strict=True))
+            _roll(objects, kind, {key: contents for key, contents in found.items() if contents})
 
 
 def _batches(keys: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(keys) - MANIFESTS_ROLLED + 1, MANIFESTS_ROLLED):
-        yield keys[start : start + MANIFESTS_ROLLED]
+    for start in range(0, len(keys) - OBJECTS_ROLLED + 1, OBJECTS_ROLLED):
+        yield keys[start : start + OBJECTS_ROLLED]
 
 
-def _read(objects: Objects, key: str) -> Packs:
-    """Return the packs of a manifest; none where it cannot be believed or is no longer there."""
+def _read(objects: Objects, kind: _Kind, key: str) -> list[Any]:
+    """Return what is in an object; nothing where it cannot be believed or is no longer there."""
     try:
-        return manifest.decode(objects.get(key))
+        return kind.decode(objects.get(key))
     except NotFoundError:
         return []
     except IntegrityError as error:
@@ -66,18 +81,17 @@ def _read(objects: Objects, key: str) -> Packs:
         return []
 
 
-def _roll(objects: Objects, chosen: dict[str, Packs]) -> int:
-    """Put manifests into one; return how many objects that saves."""
+def _roll(objects: Objects, kind: _Kind, chosen: dict[str, list[Any]]) -> None:
+    """Put objects into one."""
     if len(chosen) < 2:
-        return 0
-    objects.put(_rollup_key(list(chosen)), manifest.encode([pack for packs in chosen.values() for pack in packs]))
+        return
+    objects.put(_rollup_key(kind, list(chosen)), kind.encode([item for found in chosen.values() for item in found]))
     reach("rollup.written")
     for key in chosen:
         objects.delete([key])
         reach("rollup.removed")
-    return len(chosen) - 1
 
 
-def _rollup_key(keys: Sequence[str]) -> str:
-    time = keys[-1].removeprefix(MANIFESTS).partition("-")[0]
-    return f"{MANIFESTS}{time}-rollup-{xxhash.xxh3_64_hexdigest(' '.join(keys).encode())}.parquet"
+def _rollup_key(kind: _Kind, keys: Sequence[str]) -> str:
+    time = keys[-1].removeprefix(kind.prefix).partition("-")[0]
+    return f"{kind.prefix}{time}-rollup-{xxhash.xxh3_64_hexdigest(' '.join(keys).encode())}.parquet"
