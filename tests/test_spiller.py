@@ -25,6 +25,7 @@ from spool.model.refs import Extent
 from spool.spiller import elect
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
+from spool.spiller.plan import ROUND_PACKS, packs_to_spill
 from spool.spiller.status import Damaged, Status, read_status
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
@@ -263,6 +264,21 @@ def test_one_spiller_comes_back_when_it_is_killed_and_ends_when_nobody_needs_it(
         sp.publish(record(sp, "b"), timeout_s=60)
         wait_for(lambda: read_status(hot).pid != first)  # the status follows the manifest
     wait_for(lambda: not elect.is_running(hot), timeout_s=60, what="the end of the spiller")
+
+
+def test_by_hand_every_sealed_pack_is_brought_over(tmp_path, monkeypatch):
+    """However many there are, whoever waits for which, and how much a spiller that goes on takes at a time."""
+    monkeypatch.setitem(packs_to_spill.__kwdefaults__, "round_bytes", 1)
+    with spool.open(f"file://{tmp_path}/hot?spill_when=pressure&spill=file://{tmp_path}/cold") as sp:
+        for number in range(ROUND_PACKS + 3):
+            ref = record(sp, f"s{number}")[0]
+            sp.flush()
+        sp._catalog.packs.request_seal(ref.extents["token_ids"][0].stream, 2)
+        n_sealed = sum(1 for _ in sp._catalog.packs.rows("sealed"))
+        assert n_sealed >= ROUND_PACKS + 3
+        assert len(sp.spill(dry_run=True)) == n_sealed
+        assert [row.state for row in sp.spill()] == ["spilled"] * n_sealed
+        assert not any(sp._catalog.packs.rows("sealed"))
 
 
 def test_a_status_survives_being_written_and_read(tmp_path):

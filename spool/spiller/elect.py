@@ -117,6 +117,9 @@ def settle_in(*, beside: bool) -> None:
     if beside:
         with contextlib.suppress(OSError):
             os.nice(NICE)
+        # where the kernel shares the CPU between sessions first, niceness counts inside the spiller's own session only
+        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+            group.write(str(NICE))
 
 
 def _log(root: str) -> IO[bytes]:

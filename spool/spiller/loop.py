@@ -196,12 +196,11 @@ class Spiller:
 
     def sealed(self) -> list[PackRow]:
         """Return the packs that `once` would bring over, in that order."""
-        rows = {(row.stream, row.pack): row for row in self._catalog.packs.rows("sealed")}
-        requested = self._catalog.packs.seal_requests()
-        chosen = packs_to_spill(
-            rows.values(), when="sealed", requested=requested, pressed=False, round_packs=max(len(rows), 1)
-        )
-        return [rows[stream, pack] for stream, packs in chosen.items() for pack in packs]
+        by_stream: dict[str, list[PackRow]] = {}
+        for row in sorted(self._catalog.packs.rows("sealed"), key=attrgetter("pack")):
+            by_stream.setdefault(row.stream, []).append(row)
+        oldest_first = sorted(by_stream.values(), key=lambda rows: (rows[0].sealed_at or 0.0, rows[0].stream))
+        return [row for rows in oldest_first for row in rows]
 
     def _is_there(self) -> bool:
         """Whether the root is still the one whose lock this spiller holds."""

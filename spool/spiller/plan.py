@@ -31,7 +31,6 @@ def packs_to_spill(
     when: SpillWhen,
     requested: Mapping[str, int],
     pressed: bool,
-    round_packs: int = ROUND_PACKS,
     round_bytes: int = ROUND_BYTES,
 ) -> dict[str, list[int]]:
     """Return which sealed packs go to the cold root now, by stream, each stream's in order.
@@ -43,7 +42,6 @@ def packs_to_spill(
         when: ``sealed``: all of them; ``pressure``: those that someone waits for, and all where room is short.
         requested: by stream, the last pack that someone waits for.
         pressed: room is short.
-        round_packs: most packs of a stream.
         round_bytes: most bytes, but for the first pack.
     """
     rows = list(packs)
@@ -54,7 +52,7 @@ def packs_to_spill(
     for of_stream in chosen.values():
         of_stream.sort(key=lambda row: row.pack)
     order = sorted(chosen, key=lambda stream: (chosen[stream][0].sealed_at or 0.0, stream))
-    return _round({stream: chosen[stream][:round_packs] for stream in order}, round_bytes)
+    return _round({stream: chosen[stream][:ROUND_PACKS] for stream in order}, round_bytes)
 
 
 def _round(chosen: Mapping[str, list[PackRow]], most_bytes: int) -> dict[str, list[int]]:
