@@ -57,17 +57,18 @@ class FsspecWire:
             raise FileNotFoundError(key)
         return Whole(fs.cat_file(path), version.info.size, version.tag)
 
-    def write(self, key: str, data: bytes, timeout_s: float) -> None:  # noqa: ARG002
+    def write(self, key: str, data: memoryview, timeout_s: float) -> None:  # noqa: ARG002
         """Put a whole object, where the store does not do so under its name only when it is complete."""
         fs, path = self._at(key)
+        whole = bytes(data)
         if self._whole_puts:
-            fs.pipe_file(path, data)
+            fs.pipe_file(path, whole)
             return
         folder, _, name = path.rpartition("/")
         temp = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         fs.makedirs(folder, exist_ok=True)
         try:
-            fs.pipe_file(temp, data)
+            fs.pipe_file(temp, whole)
             fs.mv(temp, path)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -116,7 +117,7 @@ class FsspecWire:
         """There are no uploads in parts."""
         raise NotImplementedError
 
-    def put_part(self, key: str, upload: str, number: int, data: bytes, timeout_s: float) -> str:
+    def put_part(self, key: str, upload: str, number: int, data: memoryview, timeout_s: float) -> str:
         """There are no uploads in parts."""
         raise NotImplementedError
 

@@ -88,7 +88,7 @@ class Objects(Protocol):
         """Put ``data`` at ``key``, in place of what is there; it is durable on return.
 
         Memory for at most four pieces of `PIECE_BYTES` is taken beside ``data``; in a store that takes objects only
-        whole, and ``data`` only as bytes, a copy of anything else.
+        whole, and only as bytes, a copy.
 
         Raises:
             CapacityError: no room.

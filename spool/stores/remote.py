@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _LENGTH_TRIES = 5
 _UPLOAD_WIDTH = 4
-_PART_BYTES = 8 << 20  # each is in memory twice while it is sent
+_PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000
 _MOST_KEYS = 1_000
 
@@ -192,9 +192,8 @@ class RemoteStore:
         if len(view) > PIECE_BYTES and self._wire.has_parts:
             self._put_parts(key, view)
         else:
-            whole = data if isinstance(data, bytes) else bytes(view)
             self._request(
-                "put", "write", key, lambda timeout_s: self._wire.write(key, whole, timeout_s), lambda _: len(whole)
+                "put", "write", key, lambda timeout_s: self._wire.write(key, view, timeout_s), lambda _: len(view)
             )
         self._prove(key, view)
 
@@ -204,7 +203,7 @@ class RemoteStore:
 
         def put_part(part: tuple[int, tuple[int, int]]) -> str:
             number, (start, stop) = part
-            data = bytes(view[start:stop])
+            data = view[start:stop]
             return self._request(
                 "put", "write", key, lambda timeout_s: self._wire.put_part(key, upload, number, data, timeout_s),
                 lambda _: len(data),

@@ -26,6 +26,7 @@ from botocore.parsers import ResponseParserError
 from fsspec.asyn import get_loop
 
 from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.stores.body import Body
 from spool.stores.objects import ObjectInfo
 from spool.stores.retry import TransientError
 from spool.stores.threads import PerProcess
@@ -129,7 +130,7 @@ def _add_md5(params: dict[str, Any], **_: object) -> None:
     params["headers"].setdefault("Content-MD5", _md5(params["body"]))
 
 
-def _md5(data: bytes) -> str:
+def _md5(data: bytes | memoryview) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
@@ -197,9 +198,9 @@ class S3Wire:
 
         return self._clients.get().run(request, timeout_s)
 
-    def write(self, key: str, data: bytes, timeout_s: float) -> None:
+    def write(self, key: str, data: memoryview, timeout_s: float) -> None:
         """Put a whole object."""
-        self._call(timeout_s, "put_object", Key=self._at(key), Body=data, ContentMD5=_md5(data))
+        self._call(timeout_s, "put_object", Key=self._at(key), Body=Body(data), ContentMD5=_md5(data))
 
     def stat(self, key: str, timeout_s: float) -> Version | None:
         """Return an object's version; its tag is the ETag."""
@@ -236,11 +237,11 @@ class S3Wire:
         upload: str = self._call(timeout_s, "create_multipart_upload", Key=self._at(key))["UploadId"]
         return upload
 
-    def put_part(self, key: str, upload: str, number: int, data: bytes, timeout_s: float) -> str:
+    def put_part(self, key: str, upload: str, number: int, data: memoryview, timeout_s: float) -> str:
         """Put a part."""
         answer = self._call(
             timeout_s, "upload_part",
-            Key=self._at(key), UploadId=upload, PartNumber=number, Body=data, ContentMD5=_md5(data),
+            Key=self._at(key), UploadId=upload, PartNumber=number, Body=Body(data), ContentMD5=_md5(data),
         )  # fmt: skip
         tag: str = answer["ETag"]
         return tag

@@ -79,7 +79,7 @@ class Wire(Protocol):
         """Return the object; a larger one than ``most_bytes`` may be left to `read`."""
         ...
 
-    def write(self, key: str, data: bytes, timeout_s: float) -> None:
+    def write(self, key: str, data: memoryview, timeout_s: float) -> None:
         """Put a whole object, with a checksum on the request where the store takes one."""
         ...
 
@@ -99,7 +99,7 @@ class Wire(Protocol):
         """Begin an upload in parts and return its id."""
         ...
 
-    def put_part(self, key: str, upload: str, number: int, data: bytes, timeout_s: float) -> str:
+    def put_part(self, key: str, upload: str, number: int, data: memoryview, timeout_s: float) -> str:
         """Put part ``number``, from 1, and return its tag."""
         ...
 
