@@ -58,11 +58,23 @@ class Feeds:
         after_s = 0.0 if fresh or whole else FRESH_S
         if whole or not self._local:
             return [*problems, *self.cold.catch_up(after_s=after_s)]
-        if time.monotonic() >= self._ask_again_at:
-            self._look_at_cold(self.cold, after_s)
+        self._look_at_cold(self.cold, after_s)
         return [*problems, *self.cold.problems()]
 
+    def catch_up_elsewhere(self) -> list[Problem]:
+        """Take in what other nodes published, if that was not done just now; the hot root is not looked at.
+
+        Returns:
+            What could not be taken in, of the hot root as far as it was seen.
+        """
+        if self.cold is None:
+            return self.hot.problems()
+        self._look_at_cold(self.cold, FRESH_S)
+        return [*self.hot.problems(), *self.cold.problems()]
+
     def _look_at_cold(self, cold: ColdFeeder, after_s: float) -> None:
+        if time.monotonic() < self._ask_again_at:
+            return
         try:
             with hurried(PATIENCE_S):
                 cold.catch_up(after_s=after_s)

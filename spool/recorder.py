@@ -263,7 +263,7 @@ class Recorder:
         """
         if self._feeds.cold is None:
             return []
-        problems = self._feeds.catch_up()
+        problems = self._feeds.catch_up_elsewhere()
         located = self._catalog.session_events(session_id)
         lost = next((problem for problem in problems if problem.kind == "evicted"), None)
         if not located and lost is not None:

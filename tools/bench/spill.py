@@ -17,6 +17,7 @@ import s3fs
 
 import spool
 from spool.logs.streams import stream_names
+from spool.spiller import elect
 from spool.spiller.upload import Uploader
 from spool.stores.hot import HotStore
 from spool.stores.objects import Objects, open_objects
@@ -129,7 +130,9 @@ def appending(root: str, *, runs: int, n_bytes: int) -> Iterator[Row]:
                 started = time.perf_counter()
                 for _ in range(n_steps):
                     append(sp, step)
-                return time.perf_counter() - started
+                seconds = time.perf_counter() - started
+            _wait_for_end(uri.partition("?")[0])
+            return seconds
 
         ratios, rates = [], []
         for _ in range(runs):
@@ -146,6 +149,12 @@ def _wait_for_work(hot: str) -> None:
     """Wait until a spiller has brought its first pack over."""
     while not any(Path(hot, "streams").rglob("*.cold")):
         time.sleep(0.02)
+
+
+def _wait_for_end(hot: str) -> None:
+    """Wait until no spiller works on a root any more: it would slow down what is measured next."""
+    while elect.is_running(hot):
+        time.sleep(0.1)
 
 
 def publishing(root: str, *, n_writers: int, n_sessions: int) -> Iterator[Row]:
