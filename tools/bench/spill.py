@@ -114,7 +114,7 @@ def appending(root: str, *, runs: int, n_bytes: int) -> Iterator[Row]:
     """Append while a spiller brings a backlog over, against appending alone."""
     step = make_step(TOKENS, 0)
     n_steps = n_bytes // (TOKENS * 320)
-    with S3Server() as server:
+    with S3Server(elsewhere=True) as server:
         server.make_bucket("bench")
         os.environ.update(server.environment())
 
