@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import msgspec
@@ -14,6 +15,7 @@ from tiers import assert_same, record
 import spool
 from spool.formats import records
 from spool.spiller.evict import evict
+from spool.stores.hot import HotStore
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -71,6 +73,33 @@ def test_evicted_and_deleted_packs_are_in_order(cold, tmp_path):
         assert report.findings == ()
         assert (report.n_sessions, report.n_packs) == (2, 2)
         assert report.n_bytes > 0
+
+
+def test_packs_that_leave_while_they_are_verified_are_no_findings(cold, tmp_path, monkeypatch):
+    with spool.open(location(tmp_path / "hot", cold, spill_when="pressure")) as sp:
+        published(sp, "one", "two", "three")
+        packs = [(row.stream, row.pack) for row in sp._catalog.packs.rows("spilled")]
+        assert len(packs) == 3
+        borrow, n_borrowed = HotStore.borrow, itertools.count()
+
+        def borrow_late(store, key, start, length):
+            if packs and next(n_borrowed) % 2:
+                evict(sp.config.root, sp._catalog, *packs.pop())
+            return borrow(store, key, start, length)
+
+        monkeypatch.setattr(HotStore, "borrow", borrow_late)
+        assert sp.verify(deep=True).findings == ()
+        assert not packs, "all of them left meanwhile"
+
+
+def test_an_eviction_that_broke_off_is_no_finding(cold, tmp_path):
+    with spool.open(location(tmp_path / "hot", cold, spill_when="pressure")) as sp:
+        refs = published(sp, "one")
+        wanted = sp.read(refs)
+        for path in (tmp_path / "hot").glob("streams/*/token_ids/c/*"):
+            path.unlink()
+        assert sp.verify(deep=True).findings == ()
+        assert_same(sp.read(refs), wanted)
 
 
 def test_another_nodes_packs_are_verified_where_they_are(cold, tmp_path):

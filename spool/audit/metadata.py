@@ -12,6 +12,7 @@ from spool.audit.report import Finding, Findings
 from spool.audit.streams import Stream, Streams, group_key
 from spool.errors import SpoolError
 from spool.formats import shard
+from spool.logs.packs import has_left
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.stores.hot import HotStore
@@ -68,7 +69,7 @@ def check_metadata(
             findings.add(Finding(**where, text=text, file=store.path(key)))  # type: ignore[arg-type]
             continue
         for path, rows in _without_index(store, stream, array, here):
-            if path not in skip:
+            if path not in skip and not has_left(store.root, name, rows[0] // shard_rows, path):
                 text = (
                     "the index of the shard is missing or altered: its rows are there, but Zarr readers do not open it"
                 )

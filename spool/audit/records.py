@@ -61,7 +61,7 @@ def check_records(
             text = _check(log, sealed, state, live=is_live(root, stream), deep=deep, told=pack in told)
         except (SpoolError, OSError) as error:
             text = str(error)
-        if text is not None and not has_left(root, stream, pack):
+        if text is not None and not has_left(root, stream, pack, sealed):
             findings.add(Finding(kind="integrity", text=text, stream=stream, field="records", file=file))
 
 

@@ -227,24 +227,26 @@ class _Rows:
         self._findings.add(found, steps)
 
     def check(self, place: _Place, steps: Sequence[str]) -> None:
-        """Check that the rows are there, and what they are."""
-        size, end = self._size(place.key), place.start + place.length
-        if size == 0 and self._has_moved(place):
-            return
-        if size == 0:
-            self._report(place, "the file is missing", steps)
-        elif size < end:
-            self._report(place, f"the file has only {size} bytes: these rows are cut off", steps)
-        elif self._deep:
-            try:
-                self._check_bytes(place, steps)
-            except SpoolError as error:
-                self._report(place, str(error), steps)
-
-    def _has_moved(self, place: _Place) -> bool:
-        """Whether the pack left the hot root after it was known to be there."""
+        """Check that the rows are there, and what they are, unless the pack leaves the hot root meanwhile."""
+        wrong = self._what_is_wrong(place, steps)
         pack = place.whole.row // place.stream.layout.shard_rows[place.array.name]
-        return has_left(self._store.root, place.stream.name, pack)
+        if wrong is not None and not has_left(self._store.root, place.stream.name, pack, self._store.path(place.key)):
+            self._report(place, wrong, steps)
+
+    def _what_is_wrong(self, place: _Place, steps: Sequence[str]) -> str | None:
+        size, end = self._size(place.key), place.start + place.length
+        if size == 0:
+            return "the file is missing"
+        if size < end:
+            return f"the file has only {size} bytes: these rows are cut off"
+        if not self._deep:
+            return None
+        try:
+            if self._checksum(place, steps) != place.whole.crc:
+                return "the bytes were altered: their crc32c is not the one that was recorded"
+        except SpoolError as error:
+            return str(error)
+        return None
 
     def _size(self, key: str) -> int:
         if key not in self._sizes:
@@ -254,7 +256,8 @@ class _Rows:
                 self._sizes[key] = 0
         return self._sizes[key]
 
-    def _check_bytes(self, place: _Place, steps: Sequence[str]) -> None:
+    def _checksum(self, place: _Place, steps: Sequence[str]) -> int:
+        """Return the CRC-32C of the rows; routing is linted on the way."""
         width = place.array.row_bytes
         piece = max(PIECE_BYTES // width, 1) * width
         crc = 0
@@ -266,8 +269,7 @@ class _Rows:
                     dtype = numpy_dtype(place.array.dtype)
                     rows = np.frombuffer(view, dtype).reshape(-1, *place.array.shape)
                     self._lint(place, rows, place.whole.row + offset // width, steps)
-        if crc != place.whole.crc:
-            self._report(place, "the bytes were altered: their crc32c is not the one that was recorded", steps)
+        return crc
 
     def _lint(self, place: _Place, rows: Array, first: int, steps: Sequence[str]) -> None:
         spec = place.stream.fields[place.array.name]

@@ -91,10 +91,10 @@ def has_files(root: str, stream: str, pack: int) -> bool:
     return any(os.path.exists(f"{folder}.{ending}") for ending in ("cold", "arrow", "log", "gone"))
 
 
-def has_left(root: str, stream: str, pack: int) -> bool:
-    """Whether a pack was evicted or deleted."""
+def has_left(root: str, stream: str, pack: int, path: str) -> bool:
+    """Whether a file of a pack is not there because the pack was evicted or deleted, or is just now."""
     folder = f"{root}/streams/{stream}/records/{pack}"
-    return not os.path.exists(f"{folder}.arrow") and any(map(os.path.exists, (f"{folder}.cold", f"{folder}.gone")))
+    return not os.path.exists(path) and any(map(os.path.exists, (f"{folder}.cold", f"{folder}.gone")))
 
 
 def read_cold(root: str, stream: str, pack: int) -> ColdMark:

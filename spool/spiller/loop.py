@@ -189,6 +189,7 @@ class Spiller:
                 done += sum(row.hot_bytes or 0 for row in part)
                 if progress is not None:
                     progress(done, total)
+        self._serve()
         self._make_room()
         self._say(error=None)
         found = (self._catalog.packs.get(row.stream, row.pack) for row in plan)

@@ -25,7 +25,7 @@ from spool.stores.objects import Objects
 log = logging.getLogger("spool.spiller")
 
 STALE_S = 3600.0
-"""A temporary file that is older, or an upload that began earlier, is nobody's any more."""
+"""A temporary file that is older is nobody's any more."""
 
 Pack = tuple[str, int]
 

@@ -109,7 +109,6 @@ class Uploader:
         stream = self._streams.get(name)
         if stream is None:
             stream = self._streams[name] = self._open(name, packs[0])
-        self._look(stream)
         sent = all_of([self._packs.submit(self._send, stream, pack) for pack in packs])
         reach("spill.objects")
         self._describe(stream, [pack.entry for pack in sent])
@@ -163,8 +162,7 @@ class Uploader:
 
     def _describe(self, stream: Stream, new: Sequence[PackEntry]) -> None:
         """Say in the documents of the arrays which rows are there, the ``new`` packs' among them."""
-        for pack in stream.entries.keys() - packs_of(stream.folder, ".cold"):
-            del stream.entries[pack]  # it was deleted meanwhile
+        self._look(stream)
         entries = {**stream.entries, **{entry.pack: entry for entry in new}}
         documents = []
         for name, layout in stream.layouts.items():
