@@ -12,7 +12,7 @@ State = Literal["open", "final", "discarded"]
 PackState = Literal["open", "sealed", "spilled", "evicted", "gone"]
 
 
-class LogItem(Struct, frozen=True):
+class LogItem(Struct, frozen=True, gc=False):
     """One frame of a pack's log.
 
     Attributes:
@@ -26,7 +26,7 @@ class LogItem(Struct, frozen=True):
     event: Event
 
 
-class LogState(Struct, frozen=True):
+class LogState(Struct, frozen=True, gc=False):
     """How far the log of a pack is known.
 
     Attributes:
@@ -41,7 +41,7 @@ class LogState(Struct, frozen=True):
     sealed: bool = False
 
 
-class Place(Struct, frozen=True, kw_only=True):
+class Place(Struct, frozen=True, kw_only=True, gc=False):
     """Where an event is recorded.
 
     Attributes:
@@ -65,7 +65,7 @@ class Located(Place, frozen=True, kw_only=True):
     event: Single
 
 
-class Release(Struct, frozen=True):
+class Release(Struct, frozen=True, gc=False):
     """A segment was released.
 
     Attributes:
@@ -81,7 +81,7 @@ class Release(Struct, frozen=True):
     due: bool
 
 
-class SessionRow(Struct, frozen=True, kw_only=True):
+class SessionRow(Struct, frozen=True, kw_only=True, gc=False):
     """A session as the index knows it.
 
     Attributes:
@@ -132,7 +132,7 @@ class SessionRow(Struct, frozen=True, kw_only=True):
         return as_reward(self.facts.get("reward"))
 
 
-class PackRow(Struct, frozen=True, kw_only=True):
+class PackRow(Struct, frozen=True, kw_only=True, gc=False):
     """A pack as the index knows it.
 
     Attributes:

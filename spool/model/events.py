@@ -15,7 +15,7 @@ from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, SegmentRef, Unit, VersionSpan
 
 
-class SessionOpened(Struct, frozen=True, array_like=True, tag="open"):
+class SessionOpened(Struct, frozen=True, array_like=True, tag="open", gc=False):
     """A session began in this stream, or was resumed into it (then ``resumed`` is true).
 
     ``prefer``, ``trim`` and ``fields`` are fixed for the session's life.
@@ -38,7 +38,7 @@ class SessionOpened(Struct, frozen=True, array_like=True, tag="open"):
     resumed: bool = False
 
 
-class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
+class StepCommitted(Struct, frozen=True, array_like=True, tag="step", gc=False):
     """A step is committed.
 
     Attributes:
@@ -87,14 +87,14 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step"):
     cleared: bytes = b""
 
 
-class ToolsStored(Struct, frozen=True, array_like=True, tag="tools"):
+class ToolsStored(Struct, frozen=True, array_like=True, tag="tools", gc=False):
     """Tool schemas, stored once a pack by content."""
 
     key: str
     json: bytes
 
 
-class StepDiscarded(Struct, frozen=True, array_like=True, tag="undo"):
+class StepDiscarded(Struct, frozen=True, array_like=True, tag="undo", gc=False):
     """A leaf step was withdrawn."""
 
     session_id: str
@@ -102,7 +102,7 @@ class StepDiscarded(Struct, frozen=True, array_like=True, tag="undo"):
     at: float
 
 
-class SessionFinalized(Struct, frozen=True, array_like=True, tag="final"):
+class SessionFinalized(Struct, frozen=True, array_like=True, tag="final", gc=False):
     """A session ended; ``segments`` are those of the view it was finalised with."""
 
     session_id: str
@@ -113,14 +113,14 @@ class SessionFinalized(Struct, frozen=True, array_like=True, tag="final"):
     options: dict[str, Any] = {}
 
 
-class SessionDiscarded(Struct, frozen=True, array_like=True, tag="discard"):
+class SessionDiscarded(Struct, frozen=True, array_like=True, tag="discard", gc=False):
     """A session was withdrawn, alive or finalised."""
 
     session_id: str
     at: float
 
 
-class Annotated(Struct, frozen=True, array_like=True, tag="note"):
+class Annotated(Struct, frozen=True, array_like=True, tag="note", gc=False):
     """Late facts about a session (``segment`` None) or one of its segments (`SegmentRef.key`); the last wins."""
 
     session_id: str
@@ -129,7 +129,7 @@ class Annotated(Struct, frozen=True, array_like=True, tag="note"):
     segment: str | None = None
 
 
-class Attached(Struct, frozen=True, array_like=True, tag="attach"):
+class Attached(Struct, frozen=True, array_like=True, tag="attach", gc=False):
     """A late array for a segment or a step, by its ``key``."""
 
     session_id: str
@@ -139,7 +139,7 @@ class Attached(Struct, frozen=True, array_like=True, tag="attach"):
     extents: dict[str, tuple[Extent, ...]]
 
 
-class Released(Struct, frozen=True, array_like=True, tag="release"):
+class Released(Struct, frozen=True, array_like=True, tag="release", gc=False):
     """Segments of a session, by their ``key``, are consumed, under a checkpoint tag or for good."""
 
     session_id: str
@@ -148,7 +148,7 @@ class Released(Struct, frozen=True, array_like=True, tag="release"):
     tag: str | None = None
 
 
-class Checkpointed(Struct, frozen=True, array_like=True, tag="ckpt"):
+class Checkpointed(Struct, frozen=True, array_like=True, tag="ckpt", gc=False):
     """What was released under ``tag`` is not needed by any restart."""
 
     tag: str
@@ -169,7 +169,7 @@ Single = (
 )
 
 
-class Transaction(Struct, frozen=True, array_like=True, tag="all"):
+class Transaction(Struct, frozen=True, array_like=True, tag="all", gc=False):
     """Events that hold together or not at all."""
 
     events: tuple[Single, ...]
