@@ -12,7 +12,8 @@ class Body(io.BytesIO):
     It is a `BytesIO` as that is what clients send from memory without a thread of their own for reading.
 
     Args:
-        data: stays the caller's, and as it is until the request has ended.
+        data: stays the caller's. A request that was given up may for a moment go on to send what is there by then; its
+            Content-MD5 is that of what was meant, so the server refuses it.
     """
 
     def __init__(self, data: memoryview) -> None:
