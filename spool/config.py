@@ -203,7 +203,7 @@ def _parse_url(url: str) -> SplitResult:
         parts = urlsplit(url)
     except ValueError:
         raise ConfigError("this is no URI: its host cannot be read; write file:///path") from None
-    if parts.username or parts.password:
+    if "@" in unquote(parts.netloc):
         raise ConfigError(
             "a spool URI carries no credentials; put them where the object store's client looks for them "
             "(AWS_ACCESS_KEY_ID and the like, or ~/.aws/credentials)"

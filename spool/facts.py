@@ -73,6 +73,7 @@ class Facts:
                 got=repr(reward),
             )
         self._record(Annotated(session_id, self._at(session_id), checked, None if segment is None else segment.key))
+        self._recorder.says_late(session_id)
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
@@ -84,6 +85,7 @@ class Facts:
         checked = [self._late_rows(ref, name, value, align) for name, value in late.items()]
         for spec, rows in checked:
             self._attach(ref, spec, rows)
+        self._recorder.says_late(ref.session_id)
 
     def _late_rows(
         self, ref: SegmentRef | StepRef, name: str, value: Any, align: str | None

@@ -128,6 +128,9 @@ class Host(Protocol):
     def inline(self, refs: list[SegmentRef], fields: Sequence[str]) -> list[SegmentRef]:
         """Return the references with the payload of ``fields`` inside."""
 
+    def with_late(self, session_id: str, refs: list[SegmentRef]) -> list[SegmentRef]:
+        """Return a session's references with its late facts: all that this process recorded, and what is known."""
+
 
 class Record:
     """The state of one session and where this process writes it; used under its lock.

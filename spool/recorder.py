@@ -88,6 +88,7 @@ class Recorder:
         self._opening = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
+        self._said_late: set[str] = set()
         self._writers: dict[str, StreamWriter] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._timer: FeedTimer | None = None
@@ -154,9 +155,26 @@ class Recorder:
         """Drop a session that has ended from the live ones."""
         with self._own():
             self._sessions.pop(session_id, None)
+            self._said_late.discard(session_id)
             self._ended[session_id] = None
             if len(self._ended) > ENDED_KEPT:
                 del self._ended[next(iter(self._ended))]
+
+    def says_late(self, session_id: str) -> None:
+        """Note that this process says something of one of its live sessions."""
+        with self._own():
+            if session_id in self._sessions:
+                self._said_late.add(session_id)
+
+    def with_late(self, session_id: str, refs: list[SegmentRef]) -> list[SegmentRef]:
+        """Return a session's references with its late facts: all that this process recorded, and what is known.
+
+        Raises:
+            StorageError: what was recorded here cannot be read.
+        """
+        if session_id in self._said_late:
+            self._feeder.catch_up(self.stream_names())
+        return [self._catalog.with_late(ref) for ref in refs] if self._catalog.newest_late(session_id) else refs
 
     def _do_upkeep(self) -> None:
         writers = list(self._writers.values())

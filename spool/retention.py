@@ -174,7 +174,8 @@ class _Plan:
         if holders:
             return f"it holds facts of {len(holders)} sessions that have data", holders
         if age_s < self._policy.unknown_keep_s:
-            return "the data that its facts are about may not have arrived", []
+            kept = f"{self._policy.unknown_keep_s / 3600:g} hours"
+            return f"facts are kept for {kept}: data that they are about may still arrive", []
         return (None if self._policy.released or self._is_aged(age_s) else "not old enough"), []
 
     def decision(self, use: PackUse, why: str | None, holders: Sequence[str]) -> Decision:

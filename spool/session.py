@@ -268,7 +268,7 @@ class Session:
         """Return the segments that ``view`` makes of the steps so far; see `finalize` for the options."""
         options = check_options(options)
         with self._record.owned():
-            return segments(self._record.state(), view, **options)
+            return self._host.with_late(self.session_id, segments(self._record.state(), view, **options))
 
     def finalize(
         self, view: View = "lineage", outcome: Outcome = "completed", inline: Sequence[str] = (), **options: Any
@@ -314,7 +314,7 @@ class Session:
                 self._check_no_transaction("finalised")
                 self._check_inline(inline)
                 made = segments(state, view, outcome=outcome, **options)
-                refs = self._host.inline(made, inline) if inline else made
+                refs = self._handed_out(made, inline)
                 final = SessionFinalized(self.session_id, time.time(), outcome, view, tuple(made), options)
                 with self._recording():
                     self._record.commit(final)
@@ -327,7 +327,11 @@ class Session:
                     "use view() for other segments of it",
                     session_id=self.session_id, outcome=final.outcome,
                 )  # fmt: skip
-        refs = list(final.segments)
+        return self._handed_out(list(final.segments), inline)
+
+    def _handed_out(self, made: list[SegmentRef], inline: Sequence[str]) -> list[SegmentRef]:
+        """Return segments as they leave: with the late facts that are known, and the payload that travels inside."""
+        refs = self._host.with_late(self.session_id, made)
         return self._host.inline(refs, inline) if inline else refs
 
     def discard(self, step: str | int | StepRef) -> None:

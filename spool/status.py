@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from spool.catalog import Catalog, PackState
 from spool.config import Config
+from spool.logs.cold import is_fact_stream
 from spool.logs.streams import is_live, measure, stream_names
 from spool.spiller import elect
 from spool.spiller.plan import watermarks
@@ -92,6 +93,7 @@ class Status(Struct, frozen=True, kw_only=True):
         id: of the spool.
         packs: by state: ``open``, ``sealed``, ``spilled`` (in both tiers), ``evicted`` (in the cold one only; those
             of other nodes are), ``gone``.
+        facts: fact files in the cold root, the late facts of processes without a hot root.
         backlog: what is still to be brought over; of a spool without cold root nothing.
         hot: the room of the hot root; None where there is none here.
         n_live: writers of the hot root that live.
@@ -103,6 +105,7 @@ class Status(Struct, frozen=True, kw_only=True):
     spill: str | None
     id: str
     packs: dict[PackState, PackTotal]
+    facts: PackTotal
     backlog: Backlog
     hot: HotTier | None = None
     n_live: int = 0
@@ -119,11 +122,13 @@ def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
     root = config.root
     streams = [] if root is None else stream_names(root)
     used = 0 if root is None else sum(measure(root, name) for name in streams)
+    facts = _facts(catalog)
     return Status(
         root=config.url if root is None else root,
         spill=config.spill,
         id=spool_id,
-        packs=_packs(catalog, used),
+        packs=_packs(catalog, used, facts),
+        facts=facts,
         backlog=_backlog(config, catalog),
         hot=None if root is None else _hot(config, catalog, used),
         n_live=0 if root is None else sum(is_live(root, name) for name in streams),
@@ -132,14 +137,22 @@ def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
     )
 
 
-def _packs(catalog: Catalog, used: int) -> dict[PackState, PackTotal]:
+def _facts(catalog: Catalog) -> PackTotal:
+    sizes = [row.stored_bytes or 0 for row in catalog.packs.rows("evicted") if is_fact_stream(row.stream)]
+    return PackTotal(len(sizes), 0, sum(sizes))
+
+
+def _packs(catalog: Catalog, used: int, facts: PackTotal) -> dict[PackState, PackTotal]:
     found = catalog.packs.hot_totals()
     known = sum(hot for state, (_, hot, _) in found.items() if state in ("sealed", "spilled"))
     totals: dict[PackState, PackTotal] = {}
     for state, (n_packs, hot, stored) in found.items():
         here = {"open": max(used - known, 0), "evicted": 0, "gone": 0}.get(state, hot)
         totals[state] = PackTotal(n_packs, here, 0 if state == "gone" else stored)
-    return totals
+    if facts.n_packs:  # the index takes them for packs
+        away = totals["evicted"]
+        totals["evicted"] = PackTotal(away.n_packs - facts.n_packs, 0, away.cold_bytes - facts.cold_bytes)
+    return {state: total for state, total in totals.items() if total.n_packs}
 
 
 def _backlog(config: Config, catalog: Catalog) -> Backlog:

@@ -58,12 +58,12 @@ class HostileS3:
         requests: method and path of every request, harmed ones included.
     """
 
-    def __init__(self, upstream):
+    def __init__(self, upstream, port=0):
         self.faults, self.requests = [], []
         self.ended = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self, "upstream": upstream.removeprefix("http://")})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 

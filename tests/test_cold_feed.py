@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -76,7 +77,8 @@ def put_manifest(objects, pack, *, stream="20260101T000000-00000001", session=No
 
 
 def put_group(objects, stream="20260101T000000-00000001"):
-    """Put a stream's group that has no arrays."""
+    """Put a spool's identity, and a stream's group that has no arrays."""
+    objects.put("spool.json", b'{"format": 1, "id": "0123456789abcdef", "tier": "cold"}')
     schema = Schema()
     data = cold_group_metadata(schema, layout(schema), {}, stream=stream, created=0.0)
     objects.put(f"streams/{stream}/zarr.json", data)
@@ -110,7 +112,7 @@ def test_thousands_of_manifests_are_listed_and_each_is_read_once(objects):
     feeder.catch_up()
     assert ids(catalog) == {f"s{pack}" for pack in range(MANIFESTS)}
     read = objects.gets()
-    assert len(read) == len(set(read)) == MANIFESTS + 1
+    assert len(read) == len(set(read)) == MANIFESTS + 2
     put_manifest(objects, MANIFESTS)
     feeder.catch_up()
     assert len(objects.gets()) == 1
@@ -251,6 +253,28 @@ def test_fact_files_are_rolled_up_and_say_the_same(cold, tmp_path, monkeypatch):
             with spool.open(cold) as fresh:
                 assert known(sp) == known(trainer) == known(fresh) == before
                 assert fresh.verify(deep=True).findings == ()
+
+
+@pytest.mark.parametrize("cold", ["file"], indirect=True)
+@pytest.mark.parametrize("instead", ["nothing", "another"])
+def test_facts_outlive_a_cold_root_that_is_out_of_sight(cold, tmp_path, instead):
+    with spool.open(location(tmp_path / "hot", cold)) as sp:
+        sp.publish([*record(sp, "one"), *record(sp, "two")], timeout_s=120)
+        with spool.open(cold) as trainer:
+            trainer.annotate("one", reward=1.0)
+            trainer.discard("two")
+        assert [(row.session_id, row.reward) for row in sp.sessions()] == [("one", 1.0)]
+        (tmp_path / "cold").rename(tmp_path / "away")
+        if instead == "another":
+            spool.open(location(tmp_path / "other", cold)).close()
+        else:
+            (tmp_path / "cold").mkdir()
+        for _ in range(2):
+            assert [(row.session_id, row.reward) for row in sp.sessions()] == [("one", 1.0)]
+            sp._feeds._ask_again_at = 0.0
+        shutil.rmtree(tmp_path / "cold")
+        (tmp_path / "away").rename(tmp_path / "cold")
+        assert [(row.session_id, row.reward) for row in sp.sessions()] == [("one", 1.0)]
 
 
 def test_a_fact_file_that_vanishes_is_forgotten(cold, tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hostile_s3 import HostileS3
+from s3_server import free_port
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
 from spool.stores.objects import PIECE_BYTES, open_objects
@@ -42,6 +46,22 @@ def test_a_read_is_tried_again_with_a_fresh_request(store, hostile, caplog, acti
     assert hostile.count("GET") == times + 1
     assert len(retries(caplog)) == times
     assert all("/root/k" in line and "try" in line for line in retries(caplog))
+
+
+def test_a_server_that_is_down_for_a_while_is_asked_again(store, s3_server, s3_root, monkeypatch, caplog):
+    port = free_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    with contextlib.closing(open_objects(s3_root, deadline_s=20)) as late:
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(late.get, "k"), threads.submit(late.list, "")]
+            time.sleep(1)
+            with HostileS3(s3_server.endpoint, port):
+                assert calls[0].result() == DATA
+                assert [info.key for info in calls[1].result()] == ["k"]
+        assert any("the connection failed" in line for line in retries(caplog))
+    with contextlib.closing(open_objects(s3_root, deadline_s=1)) as never, pytest.raises(StorageError) as caught:
+        never.get("k")
+    assert "the connection failed" in str(caught.value)
 
 
 @pytest.mark.parametrize("action", ["drop", "cut", "short", "long", 500, 503])

@@ -149,7 +149,7 @@ def test_nothing_is_under_a_final_key_after_an_interrupted_put(open_hot, tmp_pat
     sp = open_hot()
     refs = record(sp, "a")
     with pytest.raises(StorageError, match="records"):
-        sp.publish(refs, timeout_s=8)
+        sp.publish(refs, timeout_s=20)
     with spool.open(s3_root) as there:
         assert there.find_session("a") is None and not list(there.sessions())
     stream = refs[0].extents["token_ids"][0].stream
@@ -206,6 +206,7 @@ def _spiller_pid(tmp_path):
         f"file:///tmp/x?spill=s3%3A%2F%2Fkey%3A{PASSWORD}%40bucket%2Fprefix",
         f"file:///tmp/x?spill=https://user:{PASSWORD}@host/path",
         f"file:///tmp/x?spill=s3://{PASSWORD}@bucket/x",
+        f"s3://key%3A{PASSWORD}%40bucket/prefix",
     ],
 )
 @pytest.mark.parametrize("how", ["argument", "environment", "command line"])

@@ -1039,6 +1039,22 @@ def test_rule_15_facts_arrive_late_from_any_process_and_the_last_wins(open_spool
     assert next(iter(open_spool().segments())).reward == 0.75
 
 
+@pytest.mark.parametrize("view", ["lineage", "timeline"])
+def test_rule_15_what_was_said_before_the_end_is_in_the_references(sp, view):
+    s = session(sp)
+    add(s, [1, 2], [3])
+    assert s.view(view)[0].facts == {}
+    sp.annotate(s.session_id, reward=0.25, judge="a")
+    (early,) = s.view(view)
+    assert (early.reward, early.facts) == (0.25, {"judge": "a"})
+    sp.annotate(s.session_id, segment=early, reward=0.5)
+    sp.attach(early, teacher=np.arange(3, dtype="f4"))
+    (made,) = s.finalize(view)
+    assert (made.reward, made.facts) == (0.5, {"judge": "a"})
+    assert_array_equal(sp.read(made, fields=["teacher"])["teacher"], np.arange(3, dtype="f4"))
+    assert sp.final_segments(s.session_id) == [made] == s.finalize(view)
+
+
 def test_rule_15_arrays_arrive_late(open_spool):
     sp = open_spool()
     s = session(sp)

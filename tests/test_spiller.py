@@ -22,9 +22,11 @@ from spool.logs.packs import read_entry
 from spool.model.events import SessionDiscarded, StepCommitted, Transaction
 from spool.model.fields import Schema, expert_field, layout
 from spool.model.refs import Extent
+from spool.retention import Eviction
 from spool.spiller import elect
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
+from spool.spiller.evict import evict
 from spool.spiller.plan import ROUND_PACKS, packs_to_spill
 from spool.spiller.status import Damaged, Status, read_status
 from spool.spiller.upload import Uploader
@@ -264,6 +266,39 @@ def test_one_spiller_comes_back_when_it_is_killed_and_ends_when_nobody_needs_it(
         sp.publish(record(sp, "b"), timeout_s=60)
         wait_for(lambda: read_status(hot).pid != first)  # the status follows the manifest
     wait_for(lambda: not elect.is_running(hot), timeout_s=60, what="the end of the spiller")
+
+
+@pytest.mark.parametrize("lost", ["token_ids/c/", "records/", "all"])
+def test_what_is_no_longer_in_the_cold_root_is_not_evicted_but_brought_over_again(tmp_path, lost):
+    with spool.open(str(tmp_path / "hot")) as sp:
+        refs = record(sp, "a")
+        wanted = sp.read(refs)
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        sp.spill()
+        objects, spiller = sp._feeds.cold.objects, sp._tiers.spiller()
+        objects.delete([info.key for info in objects.list("streams/") if lost == "all" or lost in info.key])
+        (row,) = sp._catalog.packs.rows("spilled")
+        item = Eviction(row.stream, row.pack, row.hot_bytes, "why")
+        assert not spiller._is_safe(item)
+        assert spiller._is_safe(item)
+        spiller.close()
+        evict(str(tmp_path / "hot"), sp._catalog, row.stream, row.pack)
+        assert_same(sp.read(refs), wanted)
+
+
+def test_a_pack_counts_as_brought_over_only_in_the_cold_root_that_was_joined(tmp_path):
+    """The folder was not mounted while the pack was put, and what was there took it."""
+    with spool.open(str(tmp_path / "hot")) as sp:
+        record(sp, "a")
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        spiller = sp._tiers.spiller()
+        spiller._take_in()
+        spiller._look_at_cold()
+        (tmp_path / "cold" / "spool.json").unlink()
+        with pytest.raises(StorageError, match="emptied"):
+            spiller._spill()
+        spiller.close()
+        assert not list((tmp_path / "hot").rglob("*.cold"))
 
 
 def test_by_hand_every_sealed_pack_is_brought_over(tmp_path, monkeypatch):

@@ -490,6 +490,23 @@ def test_direct_and_buffered_reads_agree(disk, store, extra):
     assert b"".join(pieces) == pattern(5, 5 + sum(map(len, pieces)))
 
 
+def test_a_deleted_file_is_let_go_by_who_reads_no_more(disk):
+    path = put(disk, SHARD, pattern(0, 8 << 20))
+    store = HotStore(str(disk))
+    read(store, SHARD, 13, 4 << 20)
+    os.unlink(path)
+    until = time.monotonic() + 20
+    while any(str(disk) in os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()):
+        assert time.monotonic() < until, "its bytes stay on the disk"
+        time.sleep(0.1)
+    put(disk, SHARD, pattern(7, 8 << 20))
+    assert read(store, SHARD, 13, 100) == pattern(20, 120)
+
+
+def _descriptors():
+    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
 def test_only_the_reads_that_should_go_past_the_page_cache(disk, store):
     unsealed, sealed = put(disk, SHARD, pattern(0, 8 << 20)), put(disk, f"{FOLDER}/c/1/0/0", pattern(0, (8 << 20) + 20))
     for path in (unsealed, sealed):

@@ -25,3 +25,5 @@ def command(args: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
         write_json({"tag": tag, "n_segments": n_segments, "dry_run": dry_run})
     else:
         say(f"{n_segments} segments are released under {tag!r}{'' if dry_run else ', and may go'}")
+        if not n_segments:
+            say("spool: warning: is the tag the one that was given to `spool release --tag`?")

@@ -60,6 +60,9 @@ def report(error: BaseException) -> Exit:
     if isinstance(error, BrokenPipeError):
         hush()
         return Exit.OK
+    if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):
+        say(error.format_message())  # type: ignore[attr-defined]
+        return Exit.USAGE
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
         if context is not None:

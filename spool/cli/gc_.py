@@ -9,15 +9,16 @@ import click
 from spool.cli.output import Column, json_option, say, write_json_rows, write_rows
 from spool.cli.places import location_argument, open_spool
 from spool.cli.progress import Progress
+from spool.logs.cold import is_fact_stream
 from spool.sizes import format_size
 
 _SHOWN = 3
 _COLUMNS = (
     Column("stream", "STREAM"),
     Column("pack", "PACK", "number"),
-    Column("n_bytes", "BYTES", "size"),
     Column("go", "GOES"),
     Column("why", "WHY"),
+    Column("n_bytes", "BYTES", "size"),
     Column("held_by", "HELD BY"),
     Column("sessions"),
 )
@@ -32,7 +33,8 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
 
     A pack goes when all sessions in it are over: released, discarded, failed long ago; or by its age, where the option
     ?retention= says so. Of a hot root its own packs are looked at; of a cold root all, by one process at a time. Each
-    sealed pack is listed with the reason, and with the sessions that hold it.
+    sealed pack is listed with the reason, with the sessions that hold it, and with its bytes in both tiers. Fact files
+    that stay, the late facts of processes without a hot root, are only counted.
 
     Objects leave the cold root when ?grace_s= is over: run it again, or leave it to a spiller.
     """
@@ -52,10 +54,14 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     if as_json:
         write_json_rows(rows)
         return
-    write_rows(({**row, "held_by": _few(row["sessions"])} for row in rows), _COLUMNS)
+    staying = [item for item in decisions if is_fact_stream(item.stream) and not item.go]
+    listed = [row for row in rows if row["go"] or not is_fact_stream(row["stream"])]
+    write_rows(({**row, "held_by": _few(row["sessions"])} for row in listed), _COLUMNS)
     going = [item for item in decisions if item.go]
     would = "would go" if dry_run else "went"
-    say(f"{len(going)} of {len(decisions)} packs {would}, {format_size(sum(item.n_bytes for item in going))}")
+    say(f"{len(going)} of {len(listed)} packs {would}, {format_size(sum(item.n_bytes for item in going))}")
+    if staying:
+        say(f"{len(staying)} fact files stay, {format_size(sum(item.n_bytes for item in staying))}: {staying[0].why}")
 
 
 def _few(sessions: list[str]) -> list[str]:

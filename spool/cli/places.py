@@ -147,7 +147,7 @@ def _step(sp: Spool, text: str) -> list[Found]:
     steps = sp.steps(session_id)
     chosen: list[Found] = [step for step in steps if step.index == int(index)]
     if not chosen:
-        raise NotFoundError(f"session {session_id!r} has no step {index}, but {_indexes(s.index for s in steps)}")
+        raise NotFoundError(f"session {session_id!r} has no step {index}; it has {_indexes(s.index for s in steps)}")
     return chosen
 
 
@@ -163,7 +163,7 @@ def _segment(sp: Spool, text: str) -> list[Found]:
     chosen: list[Found] = [ref for ref in segments if ref.index == int(index)]
     if not chosen:
         shown = _indexes(ref.index for ref in segments)
-        raise NotFoundError(f"session {session_id!r} has no {view} segment {index}, but {shown}")
+        raise NotFoundError(f"session {session_id!r} has no {view} segment {index}; it has {shown}")
     return chosen
 
 

@@ -63,6 +63,9 @@ def _facts(found: Status) -> Iterator[Fact]:
             yield "oldest_unspilled", found.backlog.oldest_at, "time"
         yield "seal_requests", [f"{stream}/{pack}" for stream, pack in found.seal_requests.items()], "text"
         yield from _spiller(found.spiller)
+    if found.facts.n_packs:
+        yield "fact_files", found.facts.n_packs, "count"
+        yield "fact_bytes", found.facts.cold_bytes, "size"
 
 
 def _room(hot: HotTier) -> Iterator[Fact]:

@@ -14,7 +14,7 @@ from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
 from spool.catalog import Catalog
-from spool.errors import IntegrityError, NotFoundError
+from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
@@ -26,6 +26,7 @@ from spool.stores.objects import ObjectInfo, Objects
 
 log = logging.getLogger("spool.logs")
 
+IDENTITY = "spool.json"
 MANIFESTS, FACTS, GONE = "manifests/", "facts/", "gone/"
 PAGE = 64
 """Objects that are taken in by one transaction."""
@@ -125,6 +126,7 @@ class ColdFeeder:
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="spool-manifests")
         self._layouts: dict[str, Mapping[str, int]] = {}
         self._looked_at = 0.0
+        self._identity: bytes | None = None
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._packs_in: dict[str, tuple[Pack, ...]] = {}
         self._done: dict[Pack, GoneMark] = {}
@@ -174,6 +176,8 @@ class ColdFeeder:
 
     def _look(self) -> bool:
         # what is known is asked for first: another process may take in an object that is put after the listing
+        if self._identity is None:
+            self._identity = self._get(IDENTITY)
         seen = self._catalog.packs.seen()
         gone = {found.key: found for found in self.objects.list(GONE)}
         there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
@@ -186,8 +190,25 @@ class ColdFeeder:
         with self._catalog.bulk() if self._catalog.in_memory else nullcontext():
             for found, contents in self._fetched(new):
                 whole &= self._take_in(found, contents)
-        self._forget_lost(seen.difference(there, gone))
+        if lost := seen.difference(there, gone):
+            self._check_same_root()
+            self._forget_lost(lost)
         return whole
+
+    def _check_same_root(self) -> None:
+        """Make sure that what is no longer listed was deleted, and is not only out of sight.
+
+        Raises:
+            StorageError: the root is empty, or another one.
+        """
+        found = self._get(IDENTITY)
+        if self._identity is None:
+            self._identity = found
+        if found is None or found != self._identity:
+            raise StorageError(
+                f"{self.objects.url} {'has no' if found is None else 'has another'} {IDENTITY} than before: it was "
+                "emptied, or something else is mounted there; nothing is forgotten until what was there is back"
+            )
 
     def _is_damaged(self, found: ObjectInfo) -> bool:
         known = self._damaged.get(found.key)

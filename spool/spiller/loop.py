@@ -106,7 +106,7 @@ class Spiller:
         self._expire = expire
         self._collect = collect
         self._observer = observer
-        self._uploader = Uploader(self._root, store, cold.objects) if cold is not None else None
+        self._uploader = Uploader(self._root, store, cold.objects, self._confirm_cold) if cold is not None else None
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="spool-spill-stream")
         self._status = Status(os.getpid(), 0.0)
         self._damaged: dict[tuple[str, int], tuple[Damaged, float]] = {}
@@ -256,8 +256,11 @@ class Spiller:
             StorageError: it cannot be reached, or was emptied.
             ConfigError: it is another spool's.
         """
-        if self._cold is None or time.monotonic() - self._looked_at < UPKEEP_S:
-            return
+        if self._cold is not None and time.monotonic() - self._looked_at >= UPKEEP_S:
+            self._confirm_cold()
+
+    def _confirm_cold(self) -> None:
+        assert self._cold is not None
         self._looked_at, own = float("-inf"), read_identity(self._root)
         found = read_cold_identity(self._cold.objects)
         if found is None:
@@ -378,6 +381,7 @@ class Spiller:
             return True
         self._look_at_cold()
         plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
+        plan = [item for item in plan if self._is_safe(item)]
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
         if plan:
@@ -386,6 +390,15 @@ class Spiller:
         if wanted(self._root) and found.used - sum(item.n_bytes for item in plan) > found.low:
             self._seal_more()
         return bool(plan)
+
+    def _is_safe(self, item: Eviction) -> bool:
+        """Whether a pack is in the cold root now, whatever its marker says; one that is not is brought over again."""
+        assert self._uploader is not None
+        if self._uploader.is_there(item.stream, item.pack):
+            return True
+        log.warning("pack %d of %s is not in the cold root any more: it is brought over again", item.pack, item.stream)
+        self._bring(item.stream, item.pack)
+        return False
 
     def _evictions(self, found: Pressure) -> list[Eviction]:
         packs = self._catalog.packs

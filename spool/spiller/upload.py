@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple, TypeVar
@@ -75,12 +75,17 @@ class Uploader:
         root: the hot root.
         store: its bytes.
         objects: the cold root.
+        confirm: called when all of a pack is put and before that counts; raises where the cold root is not, or no
+            longer, the one that this root joined.
     """
 
-    def __init__(self, root: str, store: HotStore, objects: Objects) -> None:
+    def __init__(
+        self, root: str, store: HotStore, objects: Objects, confirm: Callable[[], object] = lambda: None
+    ) -> None:
         self._root = root
         self._store = store
         self._objects = objects
+        self._confirm = confirm
         self._threads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="spool-upload")
         self._packs = ThreadPoolExecutor(PACKS, thread_name_prefix="spool-spill")
         self._buffers = Buffers(ENCODED_BYTES)
@@ -115,11 +120,27 @@ class Uploader:
         reach("spill.documents")
         self._put_all((manifest_key(pack.entry), pack.manifest) for pack in sent)
         reach("spill.manifest")
+        self._confirm()
         for pack in sent:
             write_cold(self._root, pack.entry)
             reach("spill.marked")
             stream.entries[pack.entry.pack] = pack.entry
         return [pack.entry for pack in sent]
+
+    def is_there(self, name: str, pack: int) -> bool:
+        """Whether every object of a pack that was brought over is in the cold root now, with the size that it had.
+
+        Raises:
+            StorageError: the cold root cannot be reached.
+        """
+        try:
+            entry = read_entry(self._root, name, pack)
+        except IntegrityError:  # mended when the next spiller starts
+            return False
+        if entry is None:
+            return False
+        found = all_of([self._threads.submit(self._objects.info, key) for key in entry.objects])
+        return [info.size if info is not None else None for info in found] == list(entry.objects.values())
 
     # -- a stream ----------------------------------------------------------------------------------------------------
 

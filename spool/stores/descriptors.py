@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -95,7 +96,7 @@ class Descriptors:
         self._lock = threading.Lock()
         self._files: dict[str, OpenFile] = {}
         self._windows: dict[tuple[str, int], None] = {}
-        self._swept_at = time.monotonic()
+        self._is_watched = False
 
     def clear(self) -> None:
         """Let go of all files and the pages that were read of them."""
@@ -110,8 +111,6 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
-        if time.monotonic() - self._swept_at >= SWEEP_S:
-            self._sweep()
         with self._lock:
             file = self._files.pop(path, None)
             if file is not None:
@@ -123,19 +122,29 @@ class Descriptors:
             return None
         with self._lock:
             file = self._files.setdefault(path, file)
+            self._watch()
             surplus = [self._files.pop(next(iter(self._files))) for _ in range(len(self._files) - self._max_files)]
         for old in surplus:
             old.drop_pages()
         return file
 
-    def _sweep(self) -> None:
-        """Let go of files that were deleted meanwhile."""
-        self._swept_at = time.monotonic()
+    def _watch(self) -> None:
+        """Have deleted files noticed while any are open, whether anybody reads or not; under the lock."""
+        if not self._is_watched:
+            self._is_watched = True
+            watch = threading.Thread(target=_sweep_again, args=(weakref.ref(self),), name="spool-sweep", daemon=True)
+            watch.start()
+
+    def sweep(self) -> bool:
+        """Let go of files that were deleted meanwhile; return whether any are left, else nobody looks any more."""
         with self._lock:
             files = list(self._files.values())
         for file in files:
             if file.is_deleted():
                 self.forget(file)
+        with self._lock:
+            self._is_watched = bool(self._files)
+            return self._is_watched
 
     def let_go(self, path: str) -> None:
         """Let go of the file that is kept for ``path``, and of the pages that were read of it."""
@@ -197,3 +206,13 @@ class Descriptors:
         for old, window in surplus:
             if old is not None:
                 old.drop_pages(window * WINDOW_BYTES, WINDOW_BYTES)
+
+
+def _sweep_again(of: weakref.ref[Descriptors]) -> None:
+    """Sweep now and then until nothing is open, or nobody has the cache any more."""
+    while True:
+        time.sleep(SWEEP_S)
+        cache = of()
+        if cache is None or not cache.sweep():
+            return
+        del cache

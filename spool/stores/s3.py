@@ -22,6 +22,7 @@ from botocore.exceptions import (
     PartialCredentialsError,
     ResponseStreamingError,
 )
+from botocore.exceptions import ConnectionError as ConnectionFailedError
 from botocore.parsers import ResponseParserError
 from fsspec.asyn import get_loop
 
@@ -292,7 +293,7 @@ class S3Wire:
                 key=key,
             )
         name = type(error).__name__
-        network = (HTTPClientError, ResponseStreamingError, ResponseParserError, OSError)
+        network = (ConnectionFailedError, HTTPClientError, ResponseStreamingError, ResponseParserError, OSError)
         if isinstance(error, network) or not isinstance(error, BotoCoreError | TypeError | ValueError):
             reason = "it took too long" if isinstance(error, TimeoutError) else f"the connection failed ({name})"
             return TransientError(reason, kind=StorageError, advice=CHECK_SERVER, key=key)
