@@ -9,7 +9,6 @@ import click
 from spool.cli.output import Column, json_option, say, write_json_rows, write_rows
 from spool.cli.places import location_argument, open_spool
 from spool.cli.progress import Progress
-from spool.logs.cold import is_fact_stream
 from spool.sizes import format_size
 
 _SHOWN = 3
@@ -54,6 +53,8 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     if as_json:
         write_json_rows(rows)
         return
+    from spool.logs.cold import is_fact_stream
+
     staying = [item for item in decisions if is_fact_stream(item.stream) and not item.go]
     listed = [row for row in rows if row["go"] or not is_fact_stream(row["stream"])]
     write_rows(({**row, "held_by": _few(row["sessions"])} for row in listed), _COLUMNS)
