@@ -19,7 +19,7 @@ from cold_workers import digest, measure, read_all, read_in_fork
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import run
-from tiers import assert_same, record, wait_for
+from tiers import assert_same, record, remove_root, wait_for
 
 import spool
 from spool.errors import IntegrityError, ReleasedError, SpoolError
@@ -502,7 +502,7 @@ def published(open_node, url):
     wanted = sp.read(refs)
     sp.publish(refs, timeout_s=60)
     sp.close()
-    shutil.rmtree(sp.config.root)
+    remove_root(sp.config.root)
     objects = open_objects(url)
     keys = {info.key.split("/")[2]: info.key for info in objects.list("streams/") if "/c/" in info.key}
     yield SimpleNamespace(refs=refs, wanted=wanted, objects=objects, keys=keys, url=url)
@@ -687,7 +687,7 @@ def test_a_large_batch_takes_a_bounded_amount_of_memory_beside_its_result(tmp_pa
                      fields={"hidden": rows})  # fmt: skip
             refs += s.finalize()
         sp.publish(refs, timeout_s=120)
-    shutil.rmtree(tmp_path / "hot")
+    remove_root(tmp_path / "hot")
     found = multiprocessing.get_context("spawn").Queue()
     child = multiprocessing.get_context("spawn").Process(
         target=measure, args=(f"{url}?cold_concurrency=4", refs, ["hidden", "routed_experts"], found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from nodes import TESTS, location
-from tiers import SHAPE, assert_same, record, wait_for
+from tiers import SHAPE, assert_same, record, remove_root, wait_for
 
 import spool
 from spool import locks
@@ -429,7 +428,7 @@ def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
         sp.publish(record(sp, "one"), timeout_s=120)
         started = sp._keeper._started
         assert started.poll() is None
-        shutil.rmtree(tmp_path / "hot")
+        remove_root(tmp_path / "hot")
         assert started.wait(60) in (0, 4)  # by itself, or since there is nothing to work on
     finally:
         with contextlib.suppress(spool.SpoolError):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import nodes
 import pytest
-from tiers import record, wait_for
+from tiers import record, remove_root, wait_for
 
 import spool
 from spool.model.refs import SegmentRef
@@ -61,7 +61,7 @@ def test_eight_writers_four_readers_and_a_trainer(cold, tmp_path):
     wanted = digests(cold, refs)
     assert digests(f"file://{roots[0]}", refs) == wanted
     assert digests(uris[2], refs) == wanted
-    shutil.rmtree(roots[1])
+    remove_root(roots[1])
     for location in (uris[0], cold):
         assert digests(location, refs) == wanted
 
@@ -180,7 +180,7 @@ def test_a_cold_root_that_is_copied_keeps_its_id_and_reads(cold, tmp_path):
     wanted = digests(cold, refs)
     with spool.open(cold) as old:
         source.delete([found.key for found in old._feeds.cold.objects.list("")])
-    shutil.rmtree(tmp_path / "a")
+    remove_root(tmp_path / "a")
     with spool.open(moved) as sp:
         assert sp.spool_id == spool_id
         assert [row.session_id for row in sp.sessions()] == ["one"]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import assert_same, record, wait_for
+from tiers import assert_same, record, remove_root, wait_for
 
 import spool
 from spool.spiller.elect import is_running
@@ -69,7 +69,7 @@ def test_what_was_published_reads_the_same_from_everywhere(open_pair, cold, tmp_
 
     sp.close()
     wait_for(lambda: not is_running(str(tmp_path / "hot")), what="the spiller's end")
-    shutil.rmtree(tmp_path / "hot")
+    remove_root(tmp_path / "hot")
     with spool.open(cold) as there:
         assert_same(there.read(segments), wanted)
 

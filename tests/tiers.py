@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import time
 
 import numpy as np
@@ -51,6 +54,17 @@ def assert_same(samples, wanted):
         for name, value in want.items():
             assert got[name].dtype == value.dtype, name
             assert got[name].tobytes() == value.tobytes(), name
+
+
+def remove_root(path):
+    """Remove a hot root of which a spiller may just be writing its status."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+        if not os.path.exists(path):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} is filled again and again")
 
 
 def wait_for(condition, *, timeout_s=30.0, what="it"):
