@@ -379,6 +379,21 @@ def test_roll_ups_of_gone_packs_go(cold):
     assert objects.list("manifests/") == []
 
 
+@pytest.mark.parametrize(("ahead_s", "goes"), [(30 * 86_400.0, True), (5.0, False), (-5.0, False), (-90.0, True)])
+def test_a_tombstone_of_a_clock_that_was_ahead_is_completed(cold, ahead_s, goes):
+    from test_cold_feed import put_group, put_manifest
+
+    objects, stream = open_objects(cold), "20260101T000000-00000001"
+    put_group(objects)
+    put_manifest(objects, 0)
+    objects.put(gone_key(stream, 0), msgspec.json.encode({"at": time.time() + ahead_s, "reason": "released"}))
+    catalog = Catalog.open("", readonly=True)
+    feeder = ColdFeeder(objects, catalog)
+    feeder.catch_up()
+    Collector(None, catalog, feeder, Policy(released=True), grace_s=60.0, withdraw=lambda _: None).run([])
+    assert (objects.list("manifests/") == []) == goes
+
+
 def test_without_a_cold_root_packs_go_and_withdrawals_are_recorded_here(tmp_path):
     with spool.open(f"file://{tmp_path}/hot?retention=released") as sp:
         s, live = sp.session("spread"), sp.session("live")

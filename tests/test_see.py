@@ -197,6 +197,25 @@ def test_status_of_a_root_with_a_limit_says_where_eviction_begins(tmp_path):
     assert "evicts_above_bytes\t50331648" in shown and "state\tn_packs" in shown
 
 
+def test_fact_files_are_told_apart_from_packs(hot, cold):
+    with spool.open(f"{hot}?spill={cold}") as sp:
+        sp.spill()
+    with spool.open(cold) as trainer:
+        for number in range(3):
+            trainer.annotate("a", reward=float(number))
+    for place in (hot, cold):
+        found = run("status", place, "--json").json
+        assert found["facts"]["n_packs"] == 3 and found["facts"]["cold_bytes"] > 0
+        assert sum(total["n_packs"] for total in found["packs"].values()) == 2
+        listed = run("gc", place, "--dry-run")
+        assert "facts-" not in listed.text and "3 fact files stay" in listed.err and "of 2 packs" in listed.err
+    assert run("checkpointed", hot, "no-such-tag", "--dry-run").err.count("is the tag") == 1
+
+
+def test_the_bare_command_says_once_how_it_is_used():
+    assert run(code=2).err.count("Usage:") == 1
+
+
 def test_export_on_the_command_line(hot, tmp_path):
     import pyarrow.parquet as pq
 
