@@ -237,7 +237,8 @@ def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
     """Create the cold root unless it is there; return its identity.
 
     Two nodes may do so at once and an object store has no exclusive creation to rely on: what is written follows from
-    the URL alone, so both write the same. A shared folder has one, and may be mounted elsewhere on another node.
+    the URL alone, so both write the same, unless one brings the id of a hot root that was there before: then the last
+    one's counts. A shared folder has one, and may be mounted elsewhere on another node.
     """
     known = read_cold_identity(cold)
     if known is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from msgspec import Struct
 
-from spool.catalog import Catalog, PackState
+from spool.catalog import Catalog, PackRow, PackState
+from spool.catalog.schema import STATES
 from spool.config import Config
 from spool.logs.cold import is_fact_stream
 from spool.logs.streams import is_live, measure, stream_names
@@ -122,13 +125,13 @@ def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
     root = config.root
     streams = [] if root is None else stream_names(root)
     used = 0 if root is None else sum(measure(root, name) for name in streams)
-    facts = _facts(catalog)
+    facts, packs = _split(catalog.packs.rows())
     return Status(
         root=config.url if root is None else root,
         spill=config.spill,
         id=spool_id,
-        packs=_packs(catalog, used, facts),
-        facts=facts,
+        packs=_totals(packs, used),
+        facts=_total([row for row in facts if row.state != "gone"]),
         backlog=_backlog(config, catalog),
         hot=None if root is None else _hot(config, catalog, used),
         n_live=0 if root is None else sum(is_live(root, name) for name in streams),
@@ -137,22 +140,29 @@ def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
     )
 
 
-def _facts(catalog: Catalog) -> PackTotal:
-    sizes = [row.stored_bytes or 0 for row in catalog.packs.rows("evicted") if is_fact_stream(row.stream)]
-    return PackTotal(len(sizes), 0, sum(sizes))
+def _split(rows: Iterable[PackRow]) -> tuple[list[PackRow], list[PackRow]]:
+    """Return fact files, which the index takes for packs, and packs."""
+    found: tuple[list[PackRow], list[PackRow]] = [], []
+    for row in rows:
+        found[not is_fact_stream(row.stream)].append(row)
+    return found
 
 
-def _packs(catalog: Catalog, used: int, facts: PackTotal) -> dict[PackState, PackTotal]:
-    found = catalog.packs.hot_totals()
-    known = sum(hot for state, (_, hot, _) in found.items() if state in ("sealed", "spilled"))
-    totals: dict[PackState, PackTotal] = {}
-    for state, (n_packs, hot, stored) in found.items():
-        here = {"open": max(used - known, 0), "evicted": 0, "gone": 0}.get(state, hot)
-        totals[state] = PackTotal(n_packs, here, 0 if state == "gone" else stored)
-    if facts.n_packs:  # the index takes them for packs
-        away = totals["evicted"]
-        totals["evicted"] = PackTotal(away.n_packs - facts.n_packs, 0, away.cold_bytes - facts.cold_bytes)
-    return {state: total for state, total in totals.items() if total.n_packs}
+def _total(rows: Collection[PackRow]) -> PackTotal:
+    return PackTotal(len(rows), sum(row.hot_bytes or 0 for row in rows), sum(row.stored_bytes or 0 for row in rows))
+
+
+def _totals(packs: Iterable[PackRow], used: int) -> dict[PackState, PackTotal]:
+    by_state: dict[PackState, list[PackRow]] = {}
+    for row in packs:
+        by_state.setdefault(row.state, []).append(row)
+    found = {state: _total(by_state[state]) for state in STATES if state in by_state}
+    known = sum(total.hot_bytes for state, total in found.items() if state in ("sealed", "spilled"))
+    here = {"open": max(used - known, 0), "evicted": 0, "gone": 0}
+    return {
+        state: PackTotal(total.n_packs, here.get(state, total.hot_bytes), 0 if state == "gone" else total.cold_bytes)
+        for state, total in found.items()
+    }
 
 
 def _backlog(config: Config, catalog: Catalog) -> Backlog:

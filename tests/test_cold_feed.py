@@ -246,6 +246,8 @@ def test_fact_files_are_rolled_up_and_say_the_same(cold, tmp_path, monkeypatch):
         roll_up(sp._feeds.cold)
         assert [is_rollup(found.key) for found in objects.list("facts/")].count(True) == 1
         assert len(objects.list("facts/")) == 4
+        list(sp.sessions())
+        assert (sp.status().facts.n_packs, "gone" in sp.status().packs) == (4, False)
         # another node that listed before may have them in a roll-up of its own
         for again in ({}, dict(list(single.items())[2:8])):
             for key, data in again.items():

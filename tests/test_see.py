@@ -212,6 +212,11 @@ def test_fact_files_are_told_apart_from_packs(hot, cold):
     assert run("checkpointed", hot, "no-such-tag", "--dry-run").err.count("is the tag") == 1
 
 
+def test_gc_says_why_on_a_narrow_terminal(hot):
+    shown = on_terminal("gc", hot, "--dry-run", columns=80)
+    assert "WHY" in shown and "1 of its sessions are not over" in shown
+
+
 def test_the_bare_command_says_once_how_it_is_used():
     assert run(code=2).err.count("Usage:") == 1
 

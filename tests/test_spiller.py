@@ -18,6 +18,7 @@ from spool.errors import IntegrityError, LockedError, StorageError
 from spool.formats import cold
 from spool.formats.cold_arrays import cold_layout
 from spool.formats.frames import encode_event
+from spool.logs.cold import gone_key
 from spool.logs.packs import read_entry
 from spool.model.events import SessionDiscarded, StepCommitted, Transaction
 from spool.model.fields import Schema, expert_field, layout
@@ -279,6 +280,11 @@ def test_what_is_no_longer_in_the_cold_root_is_not_evicted_but_brought_over_agai
         objects.delete([info.key for info in objects.list("streams/") if lost == "all" or lost in info.key])
         (row,) = sp._catalog.packs.rows("spilled")
         item = Eviction(row.stream, row.pack, row.hot_bytes, "why")
+        tombstone = gone_key(row.stream, row.pack)
+        objects.put(tombstone, b'{"at": 1.0, "reason": "released"}')
+        assert not spiller._is_safe(item)
+        assert not spiller._uploader.is_there(row.stream, row.pack), "what was deleted elsewhere stays deleted"
+        objects.delete([tombstone])
         assert not spiller._is_safe(item)
         assert spiller._is_safe(item)
         spiller.close()

@@ -1,5 +1,6 @@
 """Local files and the hot store: real files, real processes, real kills."""
 
+import contextlib
 import ctypes
 import errno
 import itertools
@@ -494,17 +495,24 @@ def test_a_deleted_file_is_let_go_by_who_reads_no_more(disk):
     path = put(disk, SHARD, pattern(0, 8 << 20))
     store = HotStore(str(disk))
     read(store, SHARD, 13, 4 << 20)
+    assert holds(path)
     os.unlink(path)
+    assert holds(f"{path} (deleted)")
     until = time.monotonic() + 20
-    while any(str(disk) in os.readlink(f"/proc/self/fd/{fd}") for fd in _descriptors()):
+    while holds(f"{path} (deleted)"):
         assert time.monotonic() < until, "its bytes stay on the disk"
         time.sleep(0.1)
     put(disk, SHARD, pattern(7, 8 << 20))
     assert read(store, SHARD, 13, 100) == pattern(20, 120)
 
 
-def _descriptors():
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+def holds(target):
+    """Whether this process has a file open."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return str(target) in found
 
 
 def test_only_the_reads_that_should_go_past_the_page_cache(disk, store):

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from spool.spiller.elect import step_back
+
 START_S = 60
 
 
@@ -29,14 +31,6 @@ def free_port():
 def _end_with_parent():
     """Let the kernel end this child when its parent dies, however that happens."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _step_back():
-    """Leave the CPU to everybody else, also where the kernel shares it between sessions first."""
-    os.setsid()
-    os.nice(19)
-    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write("19")
 
 
 class S3Server:
@@ -109,7 +103,8 @@ class S3Server:
     def _settle_in(self):
         _end_with_parent()
         if self._elsewhere:
-            _step_back()
+            os.setsid()
+            step_back(19)
 
     def _ready(self):
         deadline = time.monotonic() + START_S

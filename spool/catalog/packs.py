@@ -72,12 +72,6 @@ class Packs:
                 give_back(connection, log)
             connection.execute(_MARK, (log, number, hot_bytes, stored_bytes, sealed_at, GONE))
 
-    def hot_totals(self) -> dict[PackState, tuple[int, int, int]]:
-        """Return by state how many packs there are and their bytes in the hot and the cold tier."""
-        sql = "SELECT state, count(*), ifnull(sum(hot_bytes), 0), ifnull(sum(stored_bytes), 0) FROM packs "
-        found = self._run(f"{sql} WHERE state IS NOT NULL GROUP BY state")
-        return {STATES[state]: (n, hot, stored) for state, n, hot, stored in found}
-
     # -- who uses them -----------------------------------------------------------------------------------------------
 
     def of(self, session_ids: Iterable[str]) -> set[tuple[str, int]]:

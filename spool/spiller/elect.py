@@ -115,11 +115,18 @@ def settle_in(*, beside: bool) -> None:
         allocator(M_MMAP_THRESHOLD, MAPPED_BYTES)
         allocator(M_ARENA_MAX, 2)
     if beside:
-        with contextlib.suppress(OSError):
-            os.nice(NICE)
-        # where the kernel shares the CPU between sessions first, niceness counts inside the spiller's own session only
-        with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
-            group.write(str(NICE))
+        step_back(NICE)
+
+
+def step_back(by: int) -> None:
+    """Make this process nicer; it leads a session of its own.
+
+    Where the kernel shares the CPU between sessions first, niceness alone counts inside that session only.
+    """
+    with contextlib.suppress(OSError):
+        os.nice(by)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as group:
+        group.write(str(by))
 
 
 def _log(root: str) -> IO[bytes]:

@@ -19,7 +19,7 @@ from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, SpoolError, StorageError
 from spool.formats.manifest import PackEntry
 from spool.logs import LogFeeder
-from spool.logs.cold import ColdFeeder
+from spool.logs.cold import ColdFeeder, gone_key
 from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
@@ -260,6 +260,7 @@ class Spiller:
             self._confirm_cold()
 
     def _confirm_cold(self) -> None:
+        """Do what `_look_at_cold` is about, however short ago that was done."""
         assert self._cold is not None
         self._looked_at, own = float("-inf"), read_identity(self._root)
         found = read_cold_identity(self._cold.objects)
@@ -392,10 +393,12 @@ class Spiller:
         return bool(plan)
 
     def _is_safe(self, item: Eviction) -> bool:
-        """Whether a pack is in the cold root now, whatever its marker says; one that is not is brought over again."""
-        assert self._uploader is not None
+        """Whether a pack is in the cold root now, whatever its marker says; one that is lost is brought over again."""
+        assert self._uploader is not None and self._cold is not None
         if self._uploader.is_there(item.stream, item.pack):
             return True
+        if self._cold.objects.info(gone_key(item.stream, item.pack)) is not None:
+            return False  # it was deleted from elsewhere, and is here as soon as somebody collects
         log.warning("pack %d of %s is not in the cold root any more: it is brought over again", item.pack, item.stream)
         self._bring(item.stream, item.pack)
         return False

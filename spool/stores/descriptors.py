@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -131,9 +132,10 @@ class Descriptors:
     def _watch(self) -> None:
         """Have deleted files noticed while any are open, whether anybody reads or not; under the lock."""
         if not self._is_watched:
-            self._is_watched = True
             watch = threading.Thread(target=_sweep_again, args=(weakref.ref(self),), name="spool-sweep", daemon=True)
-            watch.start()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and what is open with it
+                watch.start()
+                self._is_watched = True
 
     def sweep(self) -> bool:
         """Let go of files that were deleted meanwhile; return whether any are left, else nobody looks any more."""

@@ -27,7 +27,6 @@ from tools.s3_server import S3Server
 
 PART_BYTES = 16 << 20
 MEMORY_BOUND = 384 << 20
-"""Half of it is the interpreter with the S3 client and Arrow; a backlog three times as large takes no more."""
 FEW_HUNDRED = 600
 _numbers = count()
 
