@@ -22,7 +22,7 @@ Part = Callable[[str], Iterator[Row]]
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer runs and less data: under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer runs and less data: about three minutes")
     parser.add_argument("--json", metavar="FILE", help="write the table there")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--root", help="a folder on the disk to measure; a temporary one where left out")
