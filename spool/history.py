@@ -108,6 +108,7 @@ class History:
             event = path[-1].event
             assert isinstance(event, StepCommitted)
             index = event.parent if event.inherited_messages else None
+        self._check_owner(ref, path)
         messages: list[Any] = []
         for event in reversed(self._feeds.read_events(path)):
             assert isinstance(event, StepCommitted)
@@ -116,7 +117,9 @@ class History:
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.tools`."""
-        event = _at(self._steps(ref.session_id), last_step(ref), ref).event
+        step = _at(self._steps(ref.session_id), last_step(ref), ref)
+        self._check_owner(ref, [step])
+        event = step.event
         assert isinstance(event, StepCommitted)
         if event.tools_key is None:
             return []
@@ -126,6 +129,18 @@ class History:
         stored = self._feeds.read_events([place])[0]
         assert isinstance(stored, ToolsStored)
         return list(message_format.decode_messages(stored.json))
+
+    def _check_owner(self, ref: StepRef | SegmentRef, steps: Sequence[Located]) -> None:
+        """Refuse to take the steps that count for those of an owner that does not, where two recorded a session."""
+        streams = {extent.stream for extents in ref.extents.values() for extent in extents}
+        other = {item.stream for item in steps} - streams
+        if other and self._catalog.is_contested(ref.session_id):
+            raise NotFoundError(
+                f"session {ref.session_id!r} was recorded by two owners at once, and what counts is the record of the "
+                f"other one (stream {min(other)}): the messages and tools of {ref.id} are not listed, its arrays can "
+                "be read; give each session an id of its own",
+                ref=ref.id,
+            )
 
     def events(self) -> Iterator[Event]:
         """Iterate the steps, ends and late arrays of all sessions, as the catalog has them."""

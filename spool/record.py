@@ -44,12 +44,14 @@ class Recorded(NamedTuple):
     Attributes:
         state: folded from its events.
         tails: of the messages of its steps, by index.
+        after: its last opening, by stream and time; see `SessionOpened.after`.
         n_openings: how often it was opened or resumed.
         n_foreign: how often by streams that are not this process's.
     """
 
     state: SessionState
     tails: dict[int, MessageTail]
+    after: tuple[str, float] | None
     n_openings: int
     n_foreign: int
 
@@ -164,6 +166,7 @@ class Record:
         self._doubtful = False
         self._n_foreign = 0
         self._next_index = 0
+        self._after: tuple[str, float] | None = None
         self.refusal: SpoolError | None = None
 
     @property
@@ -216,17 +219,18 @@ class Record:
         if recorded is None:
             state = SessionState(self._host.spool_id, self.opened, self._host.roots)
         else:
-            self._adopt(recorded.state.opened)
+            self._adopt(recorded.state.opened, recorded.after)
             state = recorded.state
-            self.tails, self.n_openings, self._n_foreign = recorded[1:]
+            self.tails, self.n_openings, self._n_foreign = recorded.tails, recorded.n_openings, recorded.n_foreign
         state.skip_to(self._next_index)
         self._doubtful = False
         return state
 
-    def _adopt(self, recorded: SessionOpened) -> None:
+    def _adopt(self, recorded: SessionOpened, after: tuple[str, float] | None) -> None:
         """Go on with a recorded session: its identity, rules and fields were fixed when it opened."""
         check_same(recorded, self.opened)
         self.opened = msgspec.structs.replace(recorded, resumed=True, at=time.time())
+        self._after = after
         self.schema = self._host.kept(self.opened)
 
     def doubt(self) -> None:
@@ -243,7 +247,9 @@ class Record:
         """
         writer = self._host.writer(self.schema)
         if self._in_stream != writer.name:
-            writer.commit(encode_event(self.opened))
+            opened = msgspec.structs.replace(self.opened, after=self._after)
+            self._after = writer.name, opened.at
+            writer.commit(encode_event(opened))
             self.n_openings += 1
             try:
                 if not self._fresh:

@@ -220,28 +220,34 @@ class Recorder:
             StorageError: whether it is recorded cannot be told.
         """
         # What this process records itself is known here, or in the index soon after it ended.
-        located = self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
-        if token is not None and len(_openings(located)) < token.n_openings:  # it comes from another node
+        self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
+        openings = self._catalog.openings(session_id)
+        if token is not None and len(openings) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(whole=True)
-            located = self._catalog.session_events(session_id)
-        if not located and token is None and not own:
-            located = self._look_elsewhere(session_id)
+        if not openings and token is None and not own:
+            self._look_elsewhere(session_id)
+        located, openings = self._catalog.session_events(session_id), self._catalog.openings(session_id)
         if not located:
             if token is not None:
                 raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
             return None
         state = SessionState.from_events(self.spool_id, [item.event for item in located], self.roots)
-        n_steps, n_openings = len(state.visible()), len(_openings(located))
-        if token is not None and (token.n_steps, token.n_openings) != (n_steps, n_openings):
+        n_steps = len(state.visible())
+        if token is not None and (token.n_steps, token.n_openings) != (n_steps, len(openings)):
             raise SessionStateError(
-                f"session {session_id!r} has {n_steps} steps and was taken up {n_openings} times, its token was made "
-                f"at {token.n_steps} and {token.n_openings}: another process went on with it",
+                f"session {session_id!r} has {n_steps} steps and was taken up {len(openings)} times, its token was "
+                f"made at {token.n_steps} and {token.n_openings}: another process went on with it",
                 session_id=session_id,
             )
         if token is None and not own and not state.ended:
-            self._check_unowned(session_id, {item.stream for item in located})
-        foreign = len(_openings(located, self.stream_names()))
-        return Recorded(state, self._message_tails(located), n_openings, foreign)
+            self._check_unowned(session_id, {item.stream for item in (*openings, *located)})
+        return Recorded(
+            state,
+            self._message_tails(located),
+            after=[(item.stream, item.event.at) for item in located if isinstance(item.event, SessionOpened)][-1],
+            n_openings=len(openings),
+            n_foreign=len(_foreign(openings, self.stream_names())),
+        )
 
     def check_alone(self, session_id: str, n_foreign: int) -> None:
         """Check, once the session's opening is written here, that no other process has opened it meanwhile.
@@ -256,7 +262,8 @@ class Recorder:
             LockedError: another process did.
         """
         own = self.stream_names()
-        others = _openings(self._look_up(session_id, set(own)), own)
+        self._look_up(session_id, set(own))
+        others = _foreign(self._catalog.openings(session_id), own)
         if len(others) != n_foreign:
             raise LockedError(
                 f"session {session_id!r} was opened by another process at the same time (stream {others[-1].stream}); "
@@ -264,33 +271,31 @@ class Recorder:
                 session_id=session_id, stream=others[-1].stream,
             )  # fmt: skip
 
-    def _look_up(self, session_id: str, known: Collection[str]) -> list[Located]:
+    def _look_up(self, session_id: str, known: Collection[str]) -> None:
+        """Take in what this root has of a session, but for streams that are ``known``."""
         names = [name for name in self._feeder.stream_names() if name not in known]
         try:
             self._feeder.catch_up(names)
-            return self._catalog.session_events(session_id)
+            self._catalog.openings(session_id)
         except DamagedError:  # only the question met the damage: the index is made again by feeding it
             self._feeder.catch_up()
-            return self._catalog.session_events(session_id)
 
-    def _look_elsewhere(self, session_id: str) -> list[Located]:
-        """Return what other nodes published of a session, and what an index made anew had to leave out.
+    def _look_elsewhere(self, session_id: str) -> None:
+        """Take in what other nodes published of a session, and what an index made anew had to leave out.
 
         Raises:
             StorageError: packs of this root are in the cold root only, which cannot be reached.
         """
         if self._feeds.cold is None:
-            return []
+            return
         problems = self._feeds.catch_up_elsewhere()
-        located = self._catalog.session_events(session_id)
         lost = next((problem for problem in problems if problem.kind == "evicted"), None)
-        if not located and lost is not None:
+        if lost is not None and not self._catalog.openings(session_id):
             raise StorageError(
                 f"whether session {session_id!r} is recorded cannot be told: {lost.message}; try again when the cold "
                 "root is reached, or take an id that is drawn (session_id=None)",
                 session_id=session_id,
             )
-        return located
 
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
@@ -439,6 +444,5 @@ class Recorder:
             raise failures[0]
 
 
-def _openings(located: Sequence[Located], without: Collection[str] = ()) -> list[Located]:
-    """Return the openings among ``located`` that are not in the streams ``without``."""
-    return [item for item in located if isinstance(item.event, SessionOpened) and item.stream not in without]
+def _foreign(openings: Sequence[Located], own: Collection[str]) -> list[Located]:
+    return [item for item in openings if item.stream not in own]

@@ -466,11 +466,12 @@ _TIMES = st.integers(0, 4).map(float)
 _NAMES = st.sampled_from(["u", "v"])
 _EVENTS = st.one_of(
     st.builds(
-        lambda s, t, r, g: opened(s, t, resumed=r, group_id=g),
+        lambda s, t, r, g, a: opened(s, t, resumed=r, group_id=g, after=a),
         _NAMES,
         _TIMES,
         st.booleans(),
         st.sampled_from(["g", "h"]),
+        st.none() | st.tuples(st.sampled_from(["s0", "s1"]), _TIMES),
     ),
     st.builds(
         lambda s, i, t, r, n: step(s, i, t, finish_reason=r, n_nonfinite=n),
@@ -548,8 +549,49 @@ def test_the_counts_are_those_of_the_events(logs):
         row = catalog.session(name)
         assert (row is not None) == any(isinstance(event, SessionOpened) for event in mine)
         if row is not None:
+            if catalog.is_contested(name):
+                counted = [item.event for item in catalog.session_events(name)]
+                gone = {event.index for event in counted if isinstance(event, StepDiscarded)}
+                live = {event.index for event in counted if isinstance(event, StepCommitted)} - gone
             assert (row.n_steps, row.n_generated) == (len(live), 5 * len(live))
             assert (row.finish_reason is None) == (not live)
+
+
+def _steps_of(catalog, name="u"):
+    steps = (item for item in catalog.session_events(name) if isinstance(item.event, StepCommitted))
+    return [(item.stream, item.event.index) for item in steps]
+
+
+def test_steps_of_two_owners_are_never_mixed(catalog, caplog):
+    feed(catalog, [opened("u", 1.0, group_id="g"), step("u", 0, 2.0), step("u", 1, 9.0)], stream="a")
+    feed(catalog, [opened("u", 1.5, group_id="h"), step("u", 0, 3.0), step("u", 1, 4.0), step("u", 2, 5.0)], stream="b")
+    assert "two owners at once" in caplog.text and catalog.is_contested("u")
+    assert _steps_of(catalog) == [("a", 0), ("a", 1)]
+    assert (catalog.session("u").n_steps, catalog.session("u").group_id) == (2, "g")
+    # the one that ends counts, whoever began
+    feed(catalog, [final("u", 12.0)], stream="b", pack=1)
+    assert _steps_of(catalog) == [("b", 0), ("b", 1), ("b", 2)]
+    assert (catalog.session("u").n_steps, catalog.session("u").group_id) == (3, "h")
+    assert [item.stream for item in catalog.openings("u")] == ["a", "b"]
+    # it goes with its packs, and the other is all there is
+    for pack in (0, 1):
+        catalog.forget("b", pack, at=20.0, reason="a test")
+    assert _steps_of(catalog) == [("a", 0), ("a", 1)] and not catalog.is_contested("u")
+    assert (catalog.session("u").n_steps, catalog.session("u").group_id) == (2, "g")
+
+
+def test_one_token_resumed_twice_gives_one_record(catalog):
+    first = ("a", 1.0)
+    feed(catalog, [opened("u", 1.0), step("u", 0, 2.0)], stream="a")
+    feed(catalog, [opened("u", 3.0, resumed=True, after=first), step("u", 1, 6.0)], stream="b")
+    feed(catalog, [opened("u", 4.0, resumed=True, after=first), step("u", 1, 5.0), step("u", 2, 7.0)], stream="c")
+    assert _steps_of(catalog) == [("a", 0), ("c", 1), ("c", 2)]
+    # a session that moves on, behind clocks that differ, has no rivals
+    feed(catalog, [opened("v", 5.0), step("v", 0, 6.0)], stream="a", pack=1)
+    feed(catalog, [opened("v", 3.0, resumed=True, after=("a", 5.0)), step("v", 1, 3.5)], stream="b", pack=1)
+    feed(catalog, [opened("v", 9.0, resumed=True, after=("b", 3.0)), step("v", 2, 9.5)], stream="a", pack=2)
+    assert _steps_of(catalog, "v") == [("a", 0), ("b", 1), ("a", 2)] and not catalog.is_contested("v")
+    assert [(item.stream, item.event.at) for item in catalog.openings("v")] == [("b", 3.0), ("a", 5.0), ("a", 9.0)]
 
 
 def test_a_session_that_moved_keeps_its_steps_in_order(catalog):

@@ -142,6 +142,38 @@ def test_a_session_goes_on_at_another_node(cold, tmp_path):
             there.read(segment)
 
 
+def test_one_id_on_two_nodes_gives_two_records_that_are_not_mixed(cold, tmp_path):
+    locations = [nodes.location(tmp_path / name, cold, publish_interval_s=0.1) for name in "ab"]
+    with spool.open(locations[0]) as a, spool.open(locations[1]) as b:
+        sessions = {name: sp.session("same") for name, sp in (("a", a), ("b", b))}
+        tails = {"a": 10, "b": 20}
+
+        def append(name, prompt, tail):
+            sessions[name].append(
+                prompt_token_ids=prompt, response_token_ids=[tail, tail], logprobs=[0.5] * 2,
+                messages=[{"role": "user", "content": f"{name}{n}"} for n in range(len(prompt) // 2)],
+            )  # fmt: skip
+
+        for name in "abba":  # the second step of b is older than that of a
+            n = 1 if tails[name] % 10 == 0 else 2
+            append(name, [1, 2] if n == 1 else [1, 2, tails[name] - 1, tails[name] - 1], tails[name])
+            tails[name] += 1
+        refs = {name: sessions[name].finalize() for name in "ba"}
+        a.publish(refs["a"], timeout_s=120)
+        b.publish(refs["b"], timeout_s=120)
+    with spool.open(cold) as there:
+        for name, first in (("a", 10), ("b", 20)):
+            (sample,) = there.read(refs[name])
+            assert sample["token_ids"].tolist() == [1, 2, first, first, first + 1, first + 1]
+        # what is listed is b's, which was finalised first, whole
+        assert [ref.to_json() for ref in there.segments()] == [ref.to_json() for ref in refs["b"]]
+        assert [there.read([ref])[0]["token_ids"].tolist()[-2:] for ref in there.steps("same")] == [[20, 20], [21, 21]]
+        assert [item["content"] for item in there.messages(refs["b"][0])] == ["b0", "b1"]
+        with pytest.raises(spool.NotFoundError, match="recorded by two owners at once"):
+            there.messages(refs["a"][0])
+        assert there.verify().findings == ()
+
+
 def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
     makers = [nodes.start("create", uri=nodes.location(tmp_path / f"node{number}", cold)) for number in range(4)]
     for maker in makers:

@@ -11,7 +11,7 @@ from spool.catalog import forget, query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
-from spool.catalog.history import late_events, session_events
+from spool.catalog.history import late_events, openings, session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
 from spool.catalog.packs import Packs
 from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
@@ -303,6 +303,15 @@ class Catalog:
         """
         sid = self._sid(session_id)
         return session_events(self._run, sid) if sid is not None else []
+
+    def openings(self, session_id: str) -> list[Located]:
+        """Return all openings of a session, also those of owners whose record does not count; empty where none."""
+        sid = self._sid(session_id)
+        return openings(self._run, sid) if sid is not None else []
+
+    def is_contested(self, session_id: str) -> bool:
+        """Whether owners recorded a session that did not know of each other; see `spool.catalog.rivals`."""
+        return bool(self._run("SELECT 1 FROM sessions WHERE session_id = ? AND contested", (session_id,)))
 
     def steps_at(self, session_id: str, index: int) -> list[StepCommitted]:
         """Return the steps that are recorded under an index, withdrawn ones too: mostly one, or none."""

@@ -71,7 +71,13 @@ def opening_values(event: SessionOpened) -> list[Any]:
 
 def opening(connection: apsw.Connection, sid: int) -> None:
     """Say again how a session was opened: by the first opening that is no resumption, if there is one."""
-    events = [as_kind(SessionOpened, decode_event(row[-1])) for row in same_slot(connection, sid, OPEN)]
+    set_opening(
+        connection, sid, [as_kind(SessionOpened, decode_event(row[-1])) for row in same_slot(connection, sid, OPEN)]
+    )
+
+
+def set_opening(connection: apsw.Connection, sid: int, events: Sequence[SessionOpened]) -> None:
+    """Say how a session was opened, out of the openings that count."""
     values = opening_values(min(events, key=lambda event: event.resumed)) if events else [None] * len(OPENED)
     connection.execute(_SET_OPENED, (*values, sid))
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import apsw
 
-from spool.catalog import fold, late
+from spool.catalog import fold, late, rivals
 from spool.catalog.schema import FINAL, LATE, OPEN
 
 # all events of a pack are of sessions that use it, so no index by log is needed
@@ -80,4 +80,8 @@ def _fold_again(connection: apsw.Connection, lost: Sequence[_Lost], views: Seque
     fold.sums(connection, owned)
     for sid in dict.fromkeys(sid for sid, _ in steps):
         fold.last_step(connection, sid)
+    for sid in owned:
+        if connection.execute("SELECT contested FROM sessions WHERE sid = ?", (sid,)).get:
+            rivals.look(connection, sid)
+            rivals.settle(connection, sid)
     late.apply_again(connection, of(LATE))

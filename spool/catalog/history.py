@@ -7,9 +7,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from spool.catalog import rivals
 from spool.catalog.fold import ORDER, decode_event, decode_ref
 from spool.catalog.rows import Located
-from spool.catalog.schema import LATE
+from spool.catalog.schema import LATE, OPEN
 from spool.model.events import (
     Annotated,
     Attached,
@@ -27,6 +28,10 @@ EVENTS = f"""
 SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
 FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot > {LATE} ORDER BY {ORDER}"""  # noqa: S608
 
+OPENINGS = f"""
+SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
+FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {OPEN} ORDER BY {ORDER}"""  # noqa: S608
+
 LATE_EVENTS = f"""
 SELECT e.event FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {LATE} ORDER BY {ORDER}"""  # noqa: S608
 
@@ -34,22 +39,41 @@ SELECT e.event FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.s
 def session_events(run: Execute, sid: int) -> list[Located]:
     """Return what the owners of a session recorded, the same whatever the order in which it was ingested.
 
-    Openings come first (resumptions last of them), then steps by index, whatever the clocks of several owners said,
-    withdrawals, the first ending of each view, and a discard. What two owners recorded twice is returned once, as the
-    first did: a step of an index, a withdrawal, a discard.
+    Openings come first, each behind the one its owner went on after, then steps by index, whatever the clocks of
+    several owners said, withdrawals, the first ending of each view, and a discard. What two owners recorded twice is
+    returned once, as the first did: a step of an index, a withdrawal, a discard. Of owners that did not know of each
+    other, one counts; see `spool.catalog.rivals`.
     """
+    events = _located(run(EVENTS, (sid,)))
+    chain, lost = rivals.chain([rivals.Recorded(*_place(item), item.event) for item in events])
     kinds: dict[type[Single], dict[Any, Located]] = {}
-    for stream, pack, seq, inner, offset, data in run(EVENTS, (sid,)):
-        item = Located(stream=stream, pack=pack, seq=seq, inner=inner, offset=offset, event=decode_event(data))
-        kinds.setdefault(type(item.event), {}).setdefault(_key(item), item)
+    for n, item in enumerate(events):
+        if n not in lost:
+            kinds.setdefault(type(item.event), {}).setdefault(_key(item), item)
 
     def found(kind: type[Single]) -> list[Located]:
         return list(kinds.get(kind, {}).values())
 
-    opened = sorted(found(SessionOpened), key=lambda item: getattr(item.event, "resumed", False))
+    opened = [events[n] for n in chain]
     steps = sorted(found(StepCommitted), key=lambda item: getattr(item.event, "index", 0))
     finals = [_with_segments(run, sid, item) for item in found(SessionFinalized)]
     return [*opened, *steps, *found(StepDiscarded), *finals, *found(SessionDiscarded)]
+
+
+def openings(run: Execute, sid: int) -> list[Located]:
+    """Return all openings of a session, those of owners that do not count too."""
+    return _located(run(OPENINGS, (sid,)))
+
+
+def _located(rows: Sequence[tuple[Any, ...]]) -> list[Located]:
+    return [
+        Located(stream=stream, pack=pack, seq=seq, inner=inner, offset=offset, event=decode_event(data))
+        for stream, pack, seq, inner, offset, data in rows
+    ]
+
+
+def _place(item: Located) -> tuple[str, int, int, int]:
+    return item.stream, item.pack, item.seq, item.inner
 
 
 def late_events(run: Execute, sid: int) -> list[Annotated | Attached]:
@@ -64,7 +88,7 @@ def _key(item: Located) -> object:
         return event.index
     if isinstance(event, SessionFinalized):
         return event.view
-    return (item.stream, item.pack, item.seq, item.inner) if isinstance(event, SessionOpened) else None
+    return _place(item) if isinstance(event, SessionOpened) else None
 
 
 def _with_segments(run: Execute, sid: int, item: Located) -> Located:

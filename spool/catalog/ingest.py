@@ -6,6 +6,7 @@ are most of what there is: those that surely are the first of their index are co
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import apsw
 import msgspec
 from msgspec.structs import replace
 
-from spool.catalog import fold, late
+from spool.catalog import fold, late, rivals
 from spool.catalog.fold import encode
 from spool.catalog.late import At, LateEvent
 from spool.catalog.rows import LogItem
@@ -37,6 +38,8 @@ from spool.model.events import (
     without_text,
 )
 
+log = logging.getLogger("spool.catalog")
+
 _decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
 
 _ADD = """
@@ -52,6 +55,7 @@ UPDATE sessions SET n_steps = n_steps + ?2, n_tokens = n_tokens + ?3, n_generate
     finish_reason = iif(?7 > ifnull(last_index, -1), ?8, finish_reason),
     last_index = iif(?7 > ifnull(last_index, -1), ?7, last_index) WHERE sid = ?1"""
 
+_KNOWN = "SELECT sid, contested FROM sessions WHERE session_id = ?"
 _SET_ENDED = "UPDATE sessions SET outcome = ?, view = ?, finished_at = ?, n_segments = ? WHERE sid = ?"
 
 _NO_COUNTS = (0, 0, 0)
@@ -114,15 +118,20 @@ class _Change:
 
 
 class Sessions:
-    """Numbers of sessions, the highest index that anything is stored for, and those that surely have no ending.
+    """What is known of sessions inside one transaction.
 
-    Valid inside one transaction.
+    Attributes:
+        sids: their numbers.
+        tops: by number, the highest index that anything is stored for.
+        unended: those that surely have no ending.
+        contested: those whose openings fork, as far as they were asked for.
     """
 
     def __init__(self) -> None:
         self.sids: dict[str, int] = {}
         self.tops: dict[int, int] = {}
         self.unended: set[int] = set()
+        self.contested: set[int] = set()
 
 
 class Ingest:
@@ -136,6 +145,7 @@ class Ingest:
         self._place = (stream, pack)
         self._uses = uses
         self._sids, self._tops, self._unended = sessions.sids, sessions.tops, sessions.unended
+        self._contested = sessions.contested
         self._changes: dict[int, _Change] = {}
         self._waiting: list[tuple[Any, ...]] = []
         self._handlers: dict[type, Callable[[Prepared, Any], None]] = {
@@ -169,7 +179,9 @@ class Ingest:
             ],
         )
         for sid, change in self._changes.items():
-            if change.relast:
+            if sid in self._contested:
+                rivals.settle(self._connection, sid)
+            elif change.relast:
                 fold.last_step(self._connection, sid)
 
     # -- one kind of event each --------------------------------------------------------------------------------------
@@ -183,6 +195,13 @@ class Ingest:
         else:
             self._add(sid, OPEN, "open", item, event)
             fold.opening(self._connection, sid)
+            if rivals.look(self._connection, sid):
+                self._contested.add(sid)
+                log.warning(
+                    "session %r was recorded by two owners at once, as two nodes do that are given the same id; the "
+                    "steps of one of them are listed",
+                    event.session_id,
+                )
         self._owned(sid, event)
 
     def _step(self, item: Prepared, event: StepCommitted) -> None:
@@ -323,9 +342,11 @@ class Ingest:
     def _known(self, session_id: str) -> int | None:
         sid = self._sids.get(session_id)
         if sid is None:
-            sid = self._connection.execute("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)).get
-            if sid is not None:
-                self._sids[session_id] = sid
+            found = self._connection.execute(_KNOWN, (session_id,)).fetchone()
+            if found is not None:
+                sid = self._sids[session_id] = found[0]
+                if found[1]:
+                    self._contested.add(found[0])
         return sid
 
     def _new(self, session_id: str, sid: int) -> int:

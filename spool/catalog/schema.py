@@ -13,7 +13,7 @@ from spool.catalog.rows import PackState
 from spool.errors import IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
-VERSION = 2
+VERSION = 3
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
@@ -51,7 +51,8 @@ CREATE TABLE sessions(
     outcome TEXT, view TEXT, finish_reason TEXT, last_index INTEGER,
     opened_at REAL, last_at REAL, finished_at REAL, discarded_at REAL,
     n_steps INTEGER NOT NULL DEFAULT 0, n_tokens INTEGER NOT NULL DEFAULT 0, n_generated INTEGER NOT NULL DEFAULT 0,
-    n_segments INTEGER NOT NULL DEFAULT 0, n_nonfinite INTEGER NOT NULL DEFAULT 0);
+    n_segments INTEGER NOT NULL DEFAULT 0, n_nonfinite INTEGER NOT NULL DEFAULT 0,
+    contested INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX sessions_group ON sessions(group_id) WHERE group_id IS NOT NULL;
 CREATE INDEX sessions_rollout ON sessions(rollout_step) WHERE rollout_step IS NOT NULL;
 CREATE INDEX sessions_open ON sessions(last_at) WHERE finished_at IS NULL AND discarded_at IS NULL;

@@ -18,7 +18,8 @@ from spool.model.refs import Extent, SegmentRef, Unit, VersionSpan
 class SessionOpened(Struct, frozen=True, array_like=True, tag="open", gc=False):
     """A session began in this stream, or was resumed into it (then ``resumed`` is true).
 
-    ``prefer``, ``trim`` and ``fields`` are fixed for the session's life.
+    ``prefer``, ``trim`` and ``fields`` are fixed for the session's life. ``after`` is the opening before this one:
+    its stream and its ``at``.
     """
 
     session_id: str
@@ -36,6 +37,7 @@ class SessionOpened(Struct, frozen=True, array_like=True, tag="open", gc=False):
     fields: tuple[FieldSpec, ...] = ()
     metadata: dict[str, Any] = {}
     resumed: bool = False
+    after: tuple[str, float] | None = None
 
 
 class StepCommitted(Struct, frozen=True, array_like=True, tag="step", gc=False):
