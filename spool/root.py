@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from typing import Literal, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import msgspec
 import xxhash
@@ -16,7 +16,7 @@ from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
 from spool.formats.shard import parse_attributes
 from spool.observe import Observer, Retried, tell
-from spool.stores.local import check_hot_root, map_os_error, read_file, write_atomic
+from spool.stores.local import check_hot_root, create_atomic, map_os_error, read_file, write_atomic
 from spool.stores.objects import Objects, open_objects
 from spool.stores.objects import Observer as RequestObserver
 
@@ -29,7 +29,7 @@ class Identity(Struct, frozen=True):
     Attributes:
         format: version of the layout on disk.
         id: 16 hexadecimal digits; references carry it. All roots of a spool have the same.
-        created: seconds since the epoch; None in an object store, where makers must write the same bytes.
+        created: seconds since the epoch; None in a store where all makers must write the same bytes.
         tier: of the root it lies in.
         spill: of a hot root, the URL of its cold root; None where it has none.
     """
@@ -236,18 +236,19 @@ def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
 def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
     """Create the cold root unless it is there; return its identity.
 
-    Two nodes may do so at once and an object store has no exclusive creation to rely on: what is written follows from
-    the URL alone, so both write the same, unless one brings the id of a hot root that was there before: then the last
-    one's counts. A shared folder has one, and may be mounted elsewhere on another node.
+    Two nodes may do so at once. Where the store has no exclusive creation, what is written follows from the URL alone:
+    both write the same, unless one brings the id of a hot root that was there before: then the last one's counts.
     """
     known = read_cold_identity(cold)
     if known is None:
-        if cold.url.startswith("file://"):
-            made = Identity(FORMAT, secrets.token_hex(8) if hot is None else hot.id, time.time(), tier="cold")
-            return _create(unquote(cold.url.removeprefix("file://")), made, hot)
-        made = Identity(FORMAT, xxhash.xxh3_64_hexdigest(cold.url.encode()) if hot is None else hot.id, tier="cold")
-        cold.put("spool.json", msgspec.json.encode(made))
-        known = read_cold_identity(cold) or made
+        exclusive = cold.creates_exclusively()
+        drawn = secrets.token_hex(8) if exclusive else xxhash.xxh3_64_hexdigest(cold.url.encode())
+        created = time.time() if exclusive else None
+        made = Identity(FORMAT, drawn if hot is None else hot.id, created, tier="cold")
+        cold.create("spool.json", msgspec.json.encode(made))
+        known = read_cold_identity(cold)
+    if known is None:
+        raise StorageError(f"{cold.url}/spool.json vanished while it was made; is another process deleting the spool?")
     return _same(known, hot, cold.url)
 
 
@@ -260,23 +261,14 @@ def _same(known: Identity, hot: Identity | None, url: str) -> Identity:
     return known
 
 
-def _create(root: str, made: Identity, hot: Identity | None = None) -> Identity:
+def _create(root: str, made: Identity) -> Identity:
     """Write ``made`` at ``root`` unless another process was first; return what is there."""
     try:
         os.makedirs(os.path.join(root, "streams"), exist_ok=True)
     except OSError as error:
         raise map_os_error(error, what="make a spool at", path=root) from error
-    draft = os.path.join(root, f".spool-{secrets.token_hex(8)}.json")
-    write_atomic(draft, msgspec.json.encode(made))
-    try:
-        os.link(draft, os.path.join(root, "spool.json"))
-    except FileExistsError:
-        pass
-    except OSError as error:
-        raise map_os_error(error, what="make a spool at", path=root) from error
-    finally:
-        os.unlink(draft)
+    create_atomic(os.path.join(root, "spool.json"), msgspec.json.encode(made))
     identity = read_identity(root)
     if identity is None:
         raise StorageError(f"{root}/spool.json vanished while it was made; is another process deleting the spool?")
-    return _same(identity, hot, root)
+    return identity

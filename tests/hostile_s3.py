@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CODES = {403: "AccessDenied", 404: "NoSuchKey", 400: "InvalidArgument", 500: "InternalError", 501: "NotImplemented",
-         503: "SlowDown"}  # fmt: skip
+         412: "PreconditionFailed", 503: "SlowDown"}  # fmt: skip
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
 
 
@@ -56,10 +56,13 @@ class HostileS3:
         endpoint: its URL.
         faults: what it does, the first that fits a request.
         requests: method and path of every request, harmed ones included.
+        created: paths that were put under the condition that nothing is there. The proxy keeps to it, as S3 does and
+            the server behind does not: such a put of one of these is refused.
     """
 
     def __init__(self, upstream, port=0):
         self.faults, self.requests = [], []
+        self.created = set()
         self.ended = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self, "upstream": upstream.removeprefix("http://")})
@@ -85,6 +88,13 @@ class HostileS3:
         with self._lock:
             self.requests.append((method, path))
             return next((fault for fault in self.faults if fault.takes(method, path)), None)
+
+    def exists(self, path):
+        """Return whether a path was created before; it is from now on."""
+        with self._lock:
+            before = path in self.created
+            self.created.add(path)
+            return before
 
     def __enter__(self):
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -118,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(fault.n)
         if isinstance(action, int):
             return self._refuse(action)
+        if "If-None-Match" in self.headers and self.proxy.exists(self.path):
+            return self._refuse(412)
         if action == "corrupt" and body:
             body = body[:-1] + bytes([body[-1] ^ 1])
         status, headers, data = self._ask(body)

@@ -48,6 +48,19 @@ def test_a_read_is_tried_again_with_a_fresh_request(store, hostile, caplog, acti
     assert all("/root/k" in line and "try" in line for line in retries(caplog))
 
 
+def test_creation_is_exclusive_where_the_server_can(store, hostile):
+    assert store.creates_exclusively()  # the proxy keeps to the condition
+    assert store.create("new", b"first") and not store.create("new", b"second")
+    assert store.get("new") == b"first"
+    # the answer is lost: it is there, and the next try finds it
+    hostile.fault("mute", "PUT", part="late", times=1)
+    assert not store.create("late", b"mine")
+    assert store.get("late") == b"mine"
+    # a server that does not know the condition puts it all the same
+    hostile.fault(501, "PUT", times=1)
+    assert store.create("old", b"x") and store.get("old") == b"x"
+
+
 def test_a_server_that_is_down_for_a_while_is_asked_again(store, s3_server, s3_root, monkeypatch, caplog):
     port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")

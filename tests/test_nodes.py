@@ -187,6 +187,49 @@ def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
         assert {sp.spool_id} == ids
 
 
+def test_a_server_that_creates_once_gives_a_root_an_id_of_its_own(hostile, s3_root, tmp_path):
+    makers = [nodes.start("create", uri=nodes.location(tmp_path / f"node{number}", s3_root)) for number in range(4)]
+    for maker in makers:
+        assert maker.stdout.readline() == '"ready"\n'
+    for maker in makers:
+        maker.stdin.write("go\n")
+        maker.stdin.flush()
+    ids = {spool_id for maker in makers for spool_id in nodes.result(maker)}
+    assert len(ids) == 1
+    # emptied and made anew it is another spool, and the old hot root brings nothing over to it
+    with contextlib.closing(open_objects(s3_root)) as objects:
+        assert [found.key for found in objects.list("")] == ["spool.json"]
+        objects.delete(["spool.json"])
+        hostile.created.clear()
+        with spool.open(nodes.location(tmp_path / "new", s3_root)) as sp:
+            assert {sp.spool_id}.isdisjoint(ids)
+        with spool.open(nodes.location(tmp_path / "node0", s3_root)) as sp:
+            record(sp, "one")
+            sp.flush()
+            with pytest.raises(spool.ConfigError, match="another cold root was put in its place"):
+                sp.spill()
+        assert objects.list("streams/") == []
+
+
+def test_a_hot_root_that_joins_beside_a_new_node_keeps_its_id_or_says_so(hostile, s3_root, tmp_path):
+    alone = tmp_path / "alone"
+    with spool.open(f"file://{alone}") as sp:
+        record(sp, "one")
+    before = (alone / "spool.json").read_bytes()
+    with contextlib.closing(open_objects(s3_root)) as objects:
+        hostile.fault("delay", "PUT", part="spool.json", n=1.0, times=1)  # the new node's, which the other overtakes
+        maker = nodes.start("create", uri=nodes.location(tmp_path / "new", s3_root))
+        maker.stdout.readline()
+        maker.stdin.write("go\n")
+        maker.stdin.flush()
+        while not any("spool.json" in path for method, path in hostile.requests if method == "PUT"):
+            assert maker.poll() is None
+        with spool.open(nodes.location(alone, s3_root)) as sp:
+            spool_id = sp.spool_id
+        assert spool_id.encode() in before and spool_id.encode() in objects.get("spool.json")
+        assert nodes.result(maker) == [spool_id]
+
+
 def test_nodes_that_make_a_spool_write_the_same_identity(s3_root, tmp_path):
     """Without exclusive creation the last one wins: nobody may see another's bytes, and take them for torn."""
     written = []

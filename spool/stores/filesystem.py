@@ -75,6 +75,11 @@ class FsspecWire:
                 fs.rm_file(temp)
             raise
 
+    def create(self, key: str, data: memoryview, timeout_s: float) -> bool:
+        """Put an object, in place of what is there: fsspec promises no exclusive creation."""
+        self.write(key, data, timeout_s)
+        return True
+
     def stat(self, key: str, timeout_s: float) -> Version | None:  # noqa: ARG002
         """Return an object's version; its tag is what the file system says of it."""
         fs, path = self._at(key)

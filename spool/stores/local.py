@@ -142,6 +142,26 @@ def sync_dir(path: str) -> None:
         raise map_os_error(error, what="sync", path=path) from error
 
 
+def create_atomic(path: str, data: bytes) -> bool:
+    """Put ``data`` at ``path`` as `write_atomic` does, unless there is a file; return whether it was put.
+
+    Raises:
+        SpoolError: it could not.
+    """
+    draft = f"{os.path.dirname(path)}/.{os.path.basename(path)}.{secrets.token_hex(8)}.tmp"
+    write_atomic(draft, data)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise map_os_error(error, what="write", path=path) from error
+    finally:
+        os.unlink(draft)
+    sync_dir(os.path.dirname(path))
+    return True
+
+
 def write_atomic(path: str, data: bytes | bytearray | memoryview, *, sync: bool = True) -> None:
     """Put ``data`` at ``path``: a reader sees the file as it was or the whole new one, and so does a restart.
 

@@ -96,6 +96,17 @@ class Objects(Protocol):
         """
         ...
 
+    def create(self, key: str, data: Data) -> bool:
+        """Put a small object unless one is there; return whether it was put. Read it afterwards: it may be another's.
+
+        A store without exclusive creation replaces what is there. Of a try whose answer was lost it may return False.
+        """
+        ...
+
+    def creates_exclusively(self) -> bool:
+        """Try out whether `create` leaves alone what is there."""
+        ...
+
     def info(self, key: str) -> ObjectInfo | None:
         """Return what is known of the object, or None where there is none."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ _UPLOAD_WIDTH = 4
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000
 _MOST_KEYS = 1_000
+_PROBE = "probe-"
 
 
 def open_remote(
@@ -196,6 +198,20 @@ class RemoteStore:
                 "put", "write", key, lambda timeout_s: self._wire.write(key, view, timeout_s), lambda _: len(view)
             )
         self._prove(key, view)
+
+    def create(self, key: str, data: Data) -> bool:
+        """Put an object unless one is there; see `Objects.create`."""
+        check_key(key)
+        view = memoryview(data).cast("B")
+        return self._request("put", "write", key, lambda timeout_s: self._wire.create(key, view, timeout_s))
+
+    def creates_exclusively(self) -> bool:
+        """Try to create an object twice; see `Objects.creates_exclusively`."""
+        key = f"{_PROBE}{secrets.token_hex(8)}"
+        self.create(key, b"")
+        again = self.create(key, b"")
+        self.delete([key])
+        return not again
 
     def _put_parts(self, key: str, view: memoryview) -> None:
         part_bytes = max(_PART_BYTES, math.ceil(len(view) / _MOST_PARTS))

@@ -48,8 +48,9 @@ _RIGHTS = frozenset({"AccessDenied", "ExpiredToken", "InvalidToken", "TokenRefre
                      "SignatureDoesNotMatch", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed"})  # fmt: skip
 # answers whose status says "your fault" although the network damaged or delayed the request
 _TRANSIENT = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "IncompleteBody", "RequestTimeout",
-                        "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted"})  # fmt: skip
-_UNSUPPORTED = 501
+                        "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted",
+                        "ConditionalRequestConflict"})  # fmt: skip
+_EXISTS, _OUT_OF_RANGE, _UNSUPPORTED = 412, 416, 501
 
 
 _open: weakref.WeakSet[_Client] = weakref.WeakSet()
@@ -184,7 +185,7 @@ class S3Wire:
         try:
             return self._clients.get().run(request, timeout_s)
         except ClientError as error:
-            if _status(error) == 416:
+            if _status(error) == _OUT_OF_RANGE:
                 raise OutOfRangeError from None
             raise
 
@@ -202,6 +203,21 @@ class S3Wire:
     def write(self, key: str, data: memoryview, timeout_s: float) -> None:
         """Put a whole object."""
         self._call(timeout_s, "put_object", Key=self._at(key), Body=Body(data), ContentMD5=_md5(data))
+
+    def create(self, key: str, data: memoryview, timeout_s: float) -> bool:
+        """Put a whole object unless there is one; servers that do not know the condition replace it."""
+        try:
+            self._call(
+                timeout_s, "put_object", Key=self._at(key), Body=Body(data), ContentMD5=_md5(data), IfNoneMatch="*"
+            )
+        except ClientError as error:
+            if _status(error) == _UNSUPPORTED:
+                self.write(key, data, timeout_s)
+            elif _status(error) == _EXISTS:
+                return False
+            else:
+                raise
+        return True
 
     def stat(self, key: str, timeout_s: float) -> Version | None:
         """Return an object's version; its tag is the ETag."""

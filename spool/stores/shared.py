@@ -6,16 +6,19 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 from urllib.parse import quote
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
-from spool.stores.local import map_os_error, sync_dir, write_atomic
+from spool.stores.local import create_atomic, map_os_error, sync_dir, write_atomic
 from spool.stores.objects import Data, ObjectInfo, Observer, Verify, check_key, check_range
 from spool.stores.threads import Threads
 
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAKE_TRIES = 5
+
+T = TypeVar("T")
 
 
 class SharedFolder:
@@ -81,13 +84,29 @@ class SharedFolder:
 
     def put(self, key: str, data: Data) -> None:
         """Put a file; see `Objects.put`."""
-        path, began = self._path(key), time.monotonic()
-        view = memoryview(data).cast("B")
+        began, view = time.monotonic(), memoryview(data).cast("B")
+        self._write(key, lambda path: write_atomic(path, view))
+        self._observer("put", key, len(view), time.monotonic() - began)
+        self._prove(key, view)
+
+    def create(self, key: str, data: Data) -> bool:
+        """Put a file unless one is there; see `Objects.create`."""
+        began, whole = time.monotonic(), bytes(data)
+        made = self._write(key, lambda path: create_atomic(path, whole))
+        self._observer("put", key, len(whole) * made, time.monotonic() - began)
+        return made
+
+    def creates_exclusively(self) -> bool:
+        """Return True: of several links of one name, one is made."""
+        return True
+
+    def _write(self, key: str, write: Callable[[str], T]) -> T:
+        """Return what ``write`` does at the path of a key; its folder is made."""
+        path = self._path(key)
         for tries_left in reversed(range(_MAKE_TRIES)):
             try:
                 self._make_folder(os.path.dirname(path))
-                write_atomic(path, view)
-                break
+                return write(path)
             except (NotFoundError, FileNotFoundError) as error:
                 # a delete of the last object in a folder takes the folder away
                 if not tries_left:
@@ -96,8 +115,7 @@ class SharedFolder:
                 if isinstance(error, SpoolError):
                     raise
                 raise self._error(error, "write", key) from None
-        self._observer("put", key, len(view), time.monotonic() - began)
-        self._prove(key, view)
+        raise AssertionError("the last try returns or raises")
 
     def _prove(self, key: str, view: memoryview) -> None:
         info = self.info(key)

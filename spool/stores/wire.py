@@ -83,6 +83,10 @@ class Wire(Protocol):
         """Put a whole object, with a checksum on the request where the store takes one."""
         ...
 
+    def create(self, key: str, data: memoryview, timeout_s: float) -> bool:
+        """Put a whole object unless there is one, as far as the store can tell; return whether it was put."""
+        ...
+
     def stat(self, key: str, timeout_s: float) -> Version | None:
         """Return the object's version, or None where there is none."""
         ...

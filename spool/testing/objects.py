@@ -62,6 +62,15 @@ class ObjectsConformance:
             store.put("k", data)
             assert store.get("k") == b"abc"
 
+    def test_an_object_is_created_once(self, store: Objects) -> None:
+        """What is there is left alone, where the store can; whether it can is tried out, and leaves nothing behind."""
+        exclusive = store.creates_exclusively()
+        assert store.list("") == []
+        assert store.create("made/k", b"first")
+        assert store.get("made/k") == b"first"
+        assert store.create("made/k", b"second") != exclusive
+        assert store.get("made/k") == (b"first" if exclusive else b"second")
+
     def test_absent_objects(self, store: Objects) -> None:
         """They are said to be absent, and deleting them is fine."""
         store.put("there/x", b"x")
