@@ -19,7 +19,9 @@ FRESH_S = 1.0
 """Looks at the cold root that are closer together are left out where what was seen last will do."""
 PATIENCE_S = 5.0
 """How long an answer about what a hot root has waits for a cold one that does not answer."""
-AGAIN_S = 15.0
+START_PATIENCE_S = 1.0
+"""How long the start of a session waits for it."""
+AGAIN_S = 30.0
 """After that it is not asked for so long."""
 
 
@@ -58,7 +60,7 @@ class Feeds:
         after_s = 0.0 if fresh or whole else FRESH_S
         if whole or not self._local:
             return [*problems, *self.cold.catch_up(after_s=after_s)]
-        self._look_at_cold(self.cold, after_s)
+        self._look_at_cold(self.cold, after_s, PATIENCE_S)
         return [*problems, *self.cold.problems()]
 
     def catch_up_elsewhere(self) -> list[Problem]:
@@ -69,19 +71,23 @@ class Feeds:
         """
         if self.cold is None:
             return self.hot.problems()
-        self._look_at_cold(self.cold, FRESH_S)
+        self._look_at_cold(self.cold, FRESH_S, START_PATIENCE_S)
         return [*self.hot.problems(), *self.cold.problems()]
 
-    def _look_at_cold(self, cold: ColdFeeder, after_s: float) -> None:
+    def _look_at_cold(self, cold: ColdFeeder, after_s: float, patience_s: float) -> None:
         if time.monotonic() < self._ask_again_at:
             return
         try:
-            with hurried(PATIENCE_S):
+            with hurried(patience_s):
                 cold.catch_up(after_s=after_s)
             self._ask_again_at = 0.0
         except StorageError as error:
             if not self._ask_again_at:
-                log.warning("what other nodes published lately is not listed: %s", error)
+                log.warning(
+                    "what other nodes and processes without a hot root said lately is not known here (sessions, "
+                    "rewards, discards, releases, deletions): %s",
+                    error,
+                )
             self._ask_again_at = time.monotonic() + AGAIN_S
 
     def rebuild(self) -> list[Problem]:

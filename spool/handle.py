@@ -27,7 +27,7 @@ from spool.feeds import Feeds
 from spool.history import History
 from spool.known import Known
 from spool.logs import LogFeeder, Problem
-from spool.logs.cold import ColdFeeder
+from spool.logs.cold import FACT_STREAM, ColdFeeder
 from spool.logs.packs import has_files
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
@@ -88,8 +88,12 @@ def open(  # noqa: A001
     return Spool(place, declared, readonly=readonly, observer=observer)
 
 
+def _reopen(uri: str, fields: tuple[FieldSpec, ...], readonly: bool, observer: Observer | None) -> Spool:
+    return open(uri, fields=fields, create=False, readonly=readonly, observer=observer)
+
+
 class Spool:
-    """An open spool; made by `open`. Safe from many threads, and after a fork."""
+    """An open spool; made by `open`. Safe from many threads, and after a fork; one that is pickled is opened anew."""
 
     def __init__(
         self,
@@ -101,7 +105,7 @@ class Spool:
     ) -> None:
         config = self.config = place.config
         self.spool_id, self._created = place.identity.id, place.identity.created
-        self._fields = fields
+        self._fields, self._readonly, self._observer = fields, readonly, observer
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
         self._catalog = Catalog.open(path, readonly=readonly or config.root is None)
         cold = None if place.objects is None else ColdFeeder(place.objects, self._catalog, self._is_local)
@@ -146,6 +150,10 @@ class Spool:
     def _is_local(self, stream: str, pack: int) -> bool:
         return self.config.root is not None and has_files(self.config.root, stream, pack)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the same place for itself, with what was declared here."""
+        return _reopen, (self.config.uri, self._fields, self._readonly, self._observer)
+
     def __repr__(self) -> str:
         return f"<spool.Spool {self.config.url}>"
 
@@ -186,7 +194,9 @@ class Spool:
 
         Raises:
             InputError: an argument does not fit.
+            SessionStateError: the spool was opened to read only, or from its cold root.
         """
+        self._recorder.check_recording()
         opened = opening(
             uuid.uuid4().hex if session_id is None else session_id,
             group_id=group_id,
@@ -302,6 +312,7 @@ class Spool:
 
         Raises:
             ConfigError: the spool has no cold root.
+            SessionStateError: the hot root was opened to read only, so its writers cannot be asked to seal.
             NotFoundError: a session is still known nowhere when the time is over.
             ReleasedError: some of it was deleted.
             IntegrityError: a pack is not as it was recorded, and stays where it is.
@@ -529,7 +540,7 @@ class Spool:
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""
         self._look()
-        totals = msgspec.structs.asdict(self._catalog.totals())
+        totals = msgspec.structs.asdict(self._catalog.totals(without=FACT_STREAM))
         names = self._feeder.stream_names()
         return {
             "root": self.config.root or self.config.url,
@@ -549,7 +560,7 @@ class Spool:
             What it then holds, and as ``problems`` what of the logs could not be taken in.
         """
         problems = self._feeds.rebuild()
-        totals = msgspec.structs.asdict(self._catalog.totals())
+        totals = msgspec.structs.asdict(self._catalog.totals(without=FACT_STREAM))
         return {**totals, "problems": [msgspec.structs.asdict(found) for found in problems]}
 
     def recover(self, *, dry_run: bool = False) -> list[Recovered]:

@@ -8,6 +8,7 @@ one process look together: a look costs one question to the index, however many 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 import time
@@ -18,7 +19,9 @@ from spool.catalog import Catalog
 from spool.errors import IntegrityError, NotFoundError, ReleasedError, SpoolError, StorageError
 from spool.feeds import Feeds
 from spool.model.refs import Ref
-from spool.spiller.status import Status
+from spool.spiller.status import SILENT_S, Status
+
+log = logging.getLogger("spool.publishing")
 
 Pack = tuple[str, int]
 OnThread = Callable[[Callable[[], "float | None"]], Awaitable["float | None"]]
@@ -174,8 +177,9 @@ class Publisher:
         for stream, pack in self._catalog.packs.of(sessions) | self._named(refs):
             row = self._catalog.packs.get(stream, pack)
             if row is not None and row.state == "gone":
+                at = "" if row.gone_at is None else time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(row.gone_at))
                 raise ReleasedError(
-                    f"pack {pack} of stream {stream} was deleted: {row.reason}", stream=stream, pack=pack
+                    f"pack {pack} of stream {stream} was deleted{at}: {row.reason}", stream=stream, pack=pack
                 )
             if row is None or row.state not in ("spilled", "evicted"):
                 missing.add((stream, pack))
@@ -211,6 +215,7 @@ class _Wait:
         self._unknown: list[str] = []
         self._missing: set[Pack] = set()
         self._far = False
+        self._told: str | None = None
 
     def look(self) -> float | None:
         """Return how long to wait before the next look; None where all is there."""
@@ -249,17 +254,20 @@ class _Wait:
         self._missing = missing
 
     def _next_s(self) -> float:
-        self._check_damage()
+        self._listen()
         if time.monotonic() + self._wait_s - self._since > self._timeout_s:
             raise self._late()
         self._wait_s = min(1.5 * self._wait_s, LONGEST_WAIT_S)
         return self._wait_s
 
-    def _check_damage(self) -> None:
-        """Raise for a pack that the spiller, since this wait began, found not to be as it was recorded."""
+    def _listen(self) -> None:
+        """Raise for a pack that the spiller found damaged since this wait began; log what else it says."""
         status = self._publisher.heard()
         if status is None or status.at < self._began_at:
             return
+        if status.error is not None and status.error != self._told:
+            log.warning("publish waits; the spiller says: %s", status.error)
+        self._told = status.error
         for found in status.damaged:
             if (found.stream, found.pack) in self._missing:
                 raise IntegrityError(
@@ -282,6 +290,9 @@ class _Wait:
                 f"the spiller, process {status.pid}, says: {status.error} (it has the environment of the process that "
                 "started it: where that was wrong, end it, and the next publish starts another)"
             )
+        elif status is not None and time.time() - status.at > SILENT_S:
+            silent_s = time.time() - status.at
+            trouble = f"the spiller, process {status.pid}, has said nothing for {silent_s:.0f} s: is it stopped?"
         return StorageError(
             f"{len(self._missing)} packs are not in the cold root after {self._timeout_s:g} s (pack {packs}"
             f"{', ...' if len(self._missing) > SHOWN else ''}); {trouble or 'the spiller is still at work'}; nothing "

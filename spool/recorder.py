@@ -114,6 +114,29 @@ class Recorder:
         if self._closed:
             raise SessionStateError(f"the spool at {self._config.url} was closed; open it again")
 
+    def check_writable(self) -> None:
+        """Refuse what is asked of a spool that was opened to read only.
+
+        Raises:
+            SessionStateError: it was.
+        """
+        if self._readonly:
+            raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
+
+    def check_recording(self) -> None:
+        """Refuse to record what no process may record here.
+
+        Raises:
+            SessionStateError: the spool was closed, or opened to read only, or from its cold root.
+        """
+        self.check_open()
+        self.check_writable()
+        if self._config.root is None:
+            raise SessionStateError(
+                f"the spool was opened from its cold root {self._config.url}: recording needs a hot root in front, "
+                f"file:///nvme/spool?spill={self._config.url}"
+            )
+
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def start(self, opened: SessionOpened, *, fresh: bool = False) -> Session:
@@ -345,14 +368,8 @@ class Recorder:
             return writer
 
     def _make_writer(self, schema: Schema) -> StreamWriter:
-        self.check_open()
-        if self._readonly:
-            raise SessionStateError(f"the spool at {self._config.url} was opened to read only")
-        if self._config.root is None:
-            raise SessionStateError(
-                f"the spool was opened from its cold root {self._config.url}: recording needs a hot root in front, "
-                f"file:///nvme/spool?spill={self._config.url}"
-            )
+        self.check_recording()
+        assert self._config.root is not None
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
         if self._config.spill is not None or self._config.hot_bytes is not None:

@@ -88,8 +88,8 @@ def over(sessions: Mapping[str, SessionEnd], *, now: float, failed_keep_s: float
 
 
 def _is_over(end: SessionEnd, now: float, failed_keep_s: float) -> bool:
-    if end.state == "discarded":
-        return True
+    if end.state == "discarded" or end.contested:
+        return end.state == "discarded"
     failed = end.outcome == "failed" and end.ended_at is not None and now - end.ended_at >= failed_keep_s
     return end.state == "final" and (end.n_held == 0 or failed)
 

@@ -162,12 +162,14 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
         IntegrityError: a spool is there, but its ``spool.json`` is lost.
         StorageError: one cannot be written.
     """
+    known = read_identity(root)
+    if known is None:
+        _check_not_inside(root)
+    check_hot_root(root)
     try:
         os.makedirs(os.path.join(root, "streams"), exist_ok=True)
     except OSError as error:
         raise map_os_error(error, what="make a spool at", path=root) from error
-    check_hot_root(root)
-    known = read_identity(root)
     if known is None and _has_records(root):
         known = read_identity(root)  # another process may have been making it
         if known is None:
@@ -192,6 +194,19 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
         return _create(root, made)
     write_atomic(os.path.join(root, "spool.json"), msgspec.json.encode(made))
     return made
+
+
+def _check_not_inside(root: str) -> None:
+    """Refuse to make a spool among another one's files.
+
+    Raises:
+        ConfigError: a folder above is the root of one.
+    """
+    above = os.path.dirname(root)
+    while above != os.path.dirname(above):
+        if os.path.exists(os.path.join(above, "spool.json")):
+            raise ConfigError(f"{root} lies inside the spool at {above}: take a folder outside of it", root=above)
+        above = os.path.dirname(above)
 
 
 def _has_records(root: str) -> bool:

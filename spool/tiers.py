@@ -22,7 +22,7 @@ from spool.retention import Decision, Policy
 from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
-from spool.spiller.loop import Spiller
+from spool.spiller.loop import STALE_UPLOAD_S, Spiller
 from spool.spiller.rollup import roll_up
 from spool.spiller.status import Status as SpillerStatus
 from spool.spiller.status import read_status
@@ -80,7 +80,7 @@ class Tiers:
 
     def publish(self, refs: Sequence[Ref], timeout_s: float) -> None:
         """See `Spool.publish`."""
-        publisher = self._publishing(refs)
+        publisher = self._asking(refs)
         with self._waiting():
             publisher.publish(refs, timeout_s)
 
@@ -91,7 +91,7 @@ class Tiers:
         on_thread: Callable[[Callable[[], float | None]], Awaitable[float | None]],
     ) -> None:
         """See `Spool.publish_async`."""
-        publisher = self._publishing(refs)
+        publisher = self._asking(refs)
         with self._waiting():
             await publisher.publish_async(refs, timeout_s, on_thread)
 
@@ -108,6 +108,13 @@ class Tiers:
         if self._publisher is None:
             raise self._no_cold_root("publish")
         return self._publisher
+
+    def _asking(self, refs: Sequence[Ref]) -> Publisher:
+        """Return what publishes, for who may ask the hot root's writers to seal."""
+        publisher = self._publishing(refs)
+        if self._config.root is not None:
+            self._recorder.check_writable()
+        return publisher
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -138,7 +145,7 @@ class Tiers:
     ) -> list[PackRow]:
         """See `Spool.spill`."""
         root = self.hot_root("a spiller works on")
-        if self._feeds.cold is None and not follow and not until_idle:
+        if self._feeds.cold is None and not until_idle:
             raise self._no_cold_root("spill")
         if dry_run:
             self._feeds.catch_up(fresh=True)
@@ -178,6 +185,8 @@ class Tiers:
             self._collect(plan, progress)
             if self._config.root is None and self._feeds.cold is not None:
                 roll_up(self._feeds.cold)
+            if self._feeds.cold is not None:
+                self._feeds.cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
         return plan
 
     def collector(self) -> Collector:

@@ -31,7 +31,8 @@ from spool.stores.objects import open_objects
 
 @pytest.fixture(params=["file", "s3"])
 def cold(request, tmp_path):
-    """The URL of a cold root that does not exist yet."""
+    """The URL of a cold root where nothing is yet."""
+    (tmp_path / "cold").mkdir()
     return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
 
 

@@ -228,7 +228,7 @@ def test_what_is_told_of_a_spool_holds_no_keys(open_hot, tmp_path, s3_server, s3
     sp.publish(refs, timeout_s=60)
     with spool.open(s3_root) as there:
         texts = [
-            repr(refs),
+            *(ref.to_json() for ref in refs),
             repr(there),
             repr(there.info()),
             repr(sp.info()),

@@ -250,6 +250,7 @@ def test_a_cold_root_that_is_copied_keeps_its_id_and_reads(cold, tmp_path):
     with spool.open(cold) as old:
         source = old._feeds.cold.objects
         target = spool.root.open_cold(old.config, moved)
+        target.create("spool.json", source.get("spool.json"))
         for found in source.list(""):
             target.put(found.key, source.get(found.key))
     wanted = digests(cold, refs)

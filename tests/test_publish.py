@@ -117,7 +117,6 @@ def test_from_another_node_and_from_a_cold_handle_it_waits_for_the_manifest(sp, 
 
 def test_a_publish_that_is_late_says_what_is_missing_and_why(sp, tmp_path):
     (tmp_path / "cold").mkdir(exist_ok=True)
-    (tmp_path / "cold" / "streams").rmdir()
     (tmp_path / "cold" / "streams").write_text("in the way")
     refs = record(sp, "a")
     stream = refs[0].extents["token_ids"][0].stream
@@ -177,7 +176,6 @@ def test_publishes_that_wait_hold_no_thread_and_share_their_looks(tmp_path):
 
 
 def test_cancelled_publishes_are_forgotten(sp, tmp_path):
-    (tmp_path / "cold" / "streams").rmdir()
     (tmp_path / "cold" / "streams").write_text("in the way")
     refs = record(sp, "a")
 

@@ -2,6 +2,7 @@ import json
 import mmap
 import subprocess
 import sys
+from random import Random
 
 import pyarrow as pa
 import pytest
@@ -137,6 +138,19 @@ def test_a_damaged_file_is_an_integrity_error():
             records.decode(bad)
         with pytest.raises(IntegrityError, match="damaged"):
             records.one(bad, 0)
+
+
+def test_no_flipped_bit_alters_events_or_ends_the_process():
+    events = [encode_event(event) for event in MIXED] + [encode_event(step(i)) for i in range(300)]
+    file, random, n_damaged = bytes(records.encode(events)), Random(3), 0
+    for _ in range(6000):
+        bit, bad = random.randrange(8 * len(file)), bytearray(file)
+        bad[bit // 8] ^= 1 << bit % 8
+        try:
+            assert records.decode(bytes(bad)) == events
+        except IntegrityError:
+            n_damaged += 1
+    assert n_damaged > 1000
 
 
 def test_pyarrow_alone_reads_it(tmp_path):

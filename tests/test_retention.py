@@ -44,12 +44,15 @@ def test_when_a_session_is_over():
         "open": OPEN,
         "discarded": SessionEnd("discarded", None, None, 3),
         "unknown": SessionEnd("unknown"),
+        "contested": SessionEnd("final", "failed", 100.0, 0, contested=True),
+        "contested, discarded": SessionEnd("discarded", contested=True),
         "failed": SessionEnd("final", "failed", 100.0, 1),
         "failed, released": SessionEnd("final", "failed", 100.0, 0),
         "timeout": SessionEnd("final", "timeout", 100.0, 1),
     }
-    assert over(sessions, now=3699.0) == {"released", "discarded", "failed, released"}
-    assert over(sessions, now=3700.0) == {"released", "discarded", "failed, released", "failed"}
+    early = {"released", "discarded", "contested, discarded", "failed, released"}
+    assert over(sessions, now=3699.0) == early
+    assert over(sessions, now=3700.0) == {*early, "failed"}
     assert "failed" in over(sessions, now=101.0, failed_keep_s=1.0)
 
 

@@ -183,6 +183,7 @@ def test_of_a_round_the_damaged_pack_alone_stays(pair, tmp_path):
         pair.flush()
     damage(hot, "token_ids")
     stream = refs[0][0].extents["token_ids"][0].stream
+    (tmp_path / "direct").mkdir()
     objects = open_objects(f"file://{tmp_path}/direct")
     uploader = Uploader(hot, HotStore(hot), objects)
     with pytest.raises(IntegrityError, match="token_ids of pack 0"):
@@ -222,6 +223,7 @@ def test_what_reads_back_wrong_is_the_stores_failure_and_leaves_no_pack_there(pa
     refs = record(pair, "a")
     pair.flush()
     hot, stream = str(tmp_path / "hot"), refs[0].extents["token_ids"][0].stream
+    (tmp_path / "direct").mkdir()
     objects = Forgetful(open_objects(f"file://{tmp_path}/direct"), put=put)
     uploader = Uploader(hot, HotStore(hot), objects)
     with pytest.raises(StorageError, match="read back"):

@@ -366,9 +366,9 @@ class Catalog:
         """Return the open sessions whose last event is older than their ``idle_s``, longest first."""
         return query.idle_ids(self._run, now)
 
-    def totals(self) -> Totals:
-        """Return counts over the whole spool."""
-        return query.totals(self._run)
+    def totals(self, *, without: str = "") -> Totals:
+        """Return counts over the whole spool, leaving out streams whose names begin with ``without``."""
+        return query.totals(self._run, without)
 
     def dump(self) -> dict[str, list[tuple[Any, ...]]]:
         """Return everything the logs feed in a form that is equal for equal logs, however and when they were fed.

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 FORK_WAIT_S = 30.0
 """How long a fork waits for a transaction of another thread."""
 
+_OTHER_WAL = frozenset({apsw.SQLITE_IOERR_SHORT_READ, apsw.SQLITE_IOERR_SHMMAP, apsw.SQLITE_IOERR_SHMSIZE})
+"""What SQLite says where WAL or shared memory were cut, or taken away, under a process that uses them."""
+
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -129,7 +132,7 @@ class Database:
         if self.path is not None and not link.owner and schema.identity(self.path) != link.identity:
             link.close()
         if link.connection is None:
-            link.connection = schema.connect(self.path or ":memory:")
+            link.connection = schema.connect(self.path or schema.MEMORY)
             link.identity = schema.identity(self.path) if self.path is not None else None
         return link.connection
 
@@ -155,6 +158,9 @@ class Database:
         except (apsw.IOError, apsw.CantOpenError, apsw.ReadOnlyError, apsw.PermissionsError) as error:
             if link.connection is not None and link.connection.system_errno in NO_ROOM:
                 raise _no_room(name, error) from error
+            if getattr(error, "extendedresult", 0) in _OTHER_WAL:
+                self.damage = DamagedError(f"{name} has lost its WAL ({error}); it is made again", file=link.identity)
+                raise self.damage from error
             raise StorageError(f"cannot use {name}: {error}; check the disk and its permissions", path=name) from error
 
     # -- forks -------------------------------------------------------------------------------------------------------

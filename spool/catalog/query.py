@@ -270,17 +270,19 @@ def idle_ids(run: Execute, now: float) -> list[str]:
     return [session_id for (session_id,) in run(sql, (now,))]
 
 
-def totals(run: Execute) -> Totals:
-    """Return counts over the whole spool."""
+def totals(run: Execute, without: str) -> Totals:
+    """Return counts over the whole spool, leaving out streams whose names begin with ``without``, if that is a name."""
+    logs = "FROM logs WHERE ?1 = '' OR substr(stream, 1, length(?1)) <> ?1"
     kept = "opened_at IS NOT NULL AND discarded_at IS NULL"
     counts = run(
         f"""
-        SELECT (SELECT count(DISTINCT stream) FROM logs), (SELECT count(*) FROM logs), (SELECT total(sealed) FROM logs),
+        SELECT (SELECT count(DISTINCT stream) {logs}), (SELECT count(*) {logs}), (SELECT total(sealed) {logs}),
             count(*) FILTER (WHERE {kept}), count(*) FILTER (WHERE {kept} AND finished_at IS NULL),
             count(*) FILTER (WHERE {kept} AND finished_at IS NOT NULL),
             count(*) FILTER (WHERE opened_at IS NOT NULL AND discarded_at IS NOT NULL),
             total(n_steps) FILTER (WHERE {kept}), total(n_tokens) FILTER (WHERE {kept}),
-            total(n_generated) FILTER (WHERE {kept}), total(n_segments) FILTER (WHERE {kept}) FROM sessions"""
+            total(n_generated) FILTER (WHERE {kept}), total(n_segments) FILTER (WHERE {kept}) FROM sessions""",
+        (without,),
     )[0]
     return Totals(**{name: int(n) for name, n in zip(Totals.__struct_fields__, counts, strict=True)})
 

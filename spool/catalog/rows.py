@@ -187,6 +187,7 @@ class SessionEnd(Struct, frozen=True):
         n_held: segments it was finalised with that are not released, or under a tag that is not checkpointed.
         tags: tags under which segments of it are released.
         last_at: its owner's last event, seconds since the epoch.
+        contested: owners recorded it that did not know of each other: what one released the other may need.
     """
 
     state: Literal["open", "final", "discarded", "unknown"]
@@ -195,6 +196,7 @@ class SessionEnd(Struct, frozen=True):
     n_held: int = 0
     tags: tuple[str, ...] = ()
     last_at: float | None = None
+    contested: bool = False
 
 
 class Totals(Struct, frozen=True, kw_only=True):

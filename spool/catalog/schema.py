@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from functools import partial
@@ -97,6 +98,9 @@ NEEDED = ("events_of", "uses_via")
 
 Identity = tuple[int, int]
 
+MEMORY = ":memory:"
+_BESIDE, _LOCK = ("-shm", "-wal"), ".lock"
+
 
 class DamagedError(IntegrityError):
     """The catalog file is not a sound database of this version: move it aside and feed a new one.
@@ -140,6 +144,8 @@ def connect(path: str) -> apsw.Connection:
     """
     deadline = time.monotonic() + BUSY_S
     while True:
+        if path != MEMORY:
+            _begin(path)
         file = identity(path)
         if os.path.isdir(path):
             raise DamagedError(f"{path} is a folder, not a catalog", file=file)
@@ -158,6 +164,28 @@ def connect(path: str) -> apsw.Connection:
         except BaseException:
             connection.close()
             raise
+
+
+def _begin(path: str) -> None:
+    """Make an empty file where there is none, away from the WAL and shared memory of one that was deleted.
+
+    Processes that had that open still use them: a database that met them would cut them under their feet.
+    """
+    if os.path.exists(path):
+        return
+    try:
+        fd = locks.wait_for(path + _LOCK, make=True)
+    except OSError:
+        return  # SQLite says what is wrong with the folder
+    try:
+        if not os.path.exists(path):
+            for suffix in _BESIDE:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path + suffix)
+            with contextlib.suppress(OSError):
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    finally:
+        locks.release(fd)
 
 
 def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> apsw.Connection:
@@ -231,7 +259,7 @@ def move_aside(path: str, damaged: Identity) -> str | None:
             n += 1
         target = f"{path}.damaged-{n}"
         # shared memory and WAL first: a database that is made at ``path`` must never meet those of the old one
-        for suffix in ("-shm", "-wal", ""):
+        for suffix in (*_BESIDE, ""):
             if os.path.exists(path + suffix):
                 os.rename(path + suffix, target + suffix)
         return target

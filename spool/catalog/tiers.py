@@ -27,7 +27,7 @@ WHERE NOT EXISTS(SELECT 1 FROM releases r WHERE r.sid = g.sid AND r.target = g.t
 GROUP BY g.sid"""
 _ENDS = """
 SELECT sid, session_id, CASE WHEN discarded_at IS NOT NULL THEN 'discarded' WHEN opened_at IS NULL THEN 'unknown'
-    WHEN finished_at IS NOT NULL THEN 'final' ELSE 'open' END, outcome, finished_at, last_at FROM sessions"""
+    WHEN finished_at IS NOT NULL THEN 'final' ELSE 'open' END, outcome, finished_at, last_at, contested FROM sessions"""
 
 
 def pack_rows(run: Execute, state: PackState | None, stream: str | None) -> list[PackRow]:
@@ -102,6 +102,8 @@ def session_ends(run: Execute) -> dict[str, SessionEnd]:
     for sid, tag in run("SELECT DISTINCT sid, tag FROM releases WHERE tag <> 0 ORDER BY sid, tag"):
         tags.setdefault(sid, []).append(tag)
     return {
-        session_id: SessionEnd(state, outcome, ended_at, held.get(sid, 0), tuple(tags.get(sid, ())), last_at)
-        for sid, session_id, state, outcome, ended_at, last_at in run(_ENDS)
+        session_id: SessionEnd(
+            state, outcome, ended_at, held.get(sid, 0), tuple(tags.get(sid, ())), last_at, bool(contested)
+        )
+        for sid, session_id, state, outcome, ended_at, last_at, contested in run(_ENDS)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
+import time
 from importlib import import_module
 
 import click
@@ -76,10 +77,11 @@ def root() -> None:
 
 
 class _Warnings(logging.Handler):
-    """Prints Spool's warnings on stderr."""
+    """Prints Spool's warnings on stderr; with the time where nobody looks on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"spool: {record.levelname.lower()}: {record.getMessage()}")
+        at = "" if sys.stderr.isatty() else time.strftime(" %Y-%m-%d %H:%M:%S UTC", time.gmtime(record.created))
+        say(f"spool:{at} {record.levelname.lower()}: {record.getMessage()}")
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def command(
     if location is None and default_location() is None:
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
     if bool(texts) + (where is not None) + everything != 1:
-        raise click.UsageError("say what to export: references, or --where FILTER, or --all")
+        raise click.UsageError("say what to export in one way: references, or --where FILTER, or --all")
     with open_spool(location) as sp, Progress("exported") as progress:
         what: Any = find_refs(sp, texts) if texts else where
         made = sp.export(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import click
@@ -38,7 +39,7 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     Objects leave the cold root when ?grace_s= is over: run it again, or leave it to a spiller.
     """
     with open_spool(location, readonly=dry_run) as sp, Progress("deleted") as progress:
-        decisions = sp.gc(dry_run=dry_run, progress=progress.update)
+        decisions, spill = sp.gc(dry_run=dry_run, progress=progress.update), sp.config.spill
     rows: list[dict[str, Any]] = [
         {
             "stream": item.stream,
@@ -61,8 +62,11 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     going = [item for item in decisions if item.go]
     would = "would go" if dry_run else "went"
     say(f"{len(going)} of {len(listed)} packs {would}, {format_size(sum(item.n_bytes for item in going))}")
-    if staying:
-        say(f"{len(staying)} fact files stay, {format_size(sum(item.n_bytes for item in staying))}: {staying[0].why}")
+    for why, n_files in Counter(item.why for item in staying).most_common():
+        n_bytes = sum(item.n_bytes for item in staying if item.why == why)
+        say(f"{n_files} fact files stay, {format_size(n_bytes)}: {why}")
+    if going and spill is not None and not dry_run:
+        say("their objects in the cold root go when grace_s is over: run it again then, or leave it to a spiller")
 
 
 def _few(sessions: list[str]) -> list[str]:

@@ -77,16 +77,18 @@ def _room(hot: HotTier) -> Iterator[Fact]:
 
 
 def _spiller(spiller: SpillerStatus) -> Iterator[Fact]:
+    from spool.spiller.status import SILENT_S
+
     known = "" if spiller.pid is None else f", pid {spiller.pid}"
-    yield "spiller", f"works{known}" if spiller.running else "does not run", "text"
+    silent = spiller.at is not None and time.time() - spiller.at > SILENT_S
+    yield "spiller", f"{'is silent' if silent else 'works'}{known}" if spiller.running else "does not run", "text"
     if spiller.at is None:
         return
     yield "spiller_said", f"{max(time.time() - spiller.at, 0):.0f} s ago", "text"
-    yield "spilled_packs", spiller.n_spilled, "count"
+    did = f"{spiller.n_spilled:,} packs spilled, {spiller.n_evicted:,} evicted, {spiller.n_deleted:,} deleted"
+    yield "since_its_start", did, "text"
     yield "spilled_bytes", spiller.spilled_bytes, "size"
     yield "throughput", f"{format_size(int(spiller.bytes_per_s))}/s", "text"
-    yield "evicted_packs", spiller.n_evicted, "count"
-    yield "deleted_packs", spiller.n_deleted, "count"
     yield "error", spiller.error, "text"
     for text in spiller.damaged:
         yield "damaged", text, "text"

@@ -1,6 +1,7 @@
 """The records of a sealed pack: an Arrow IPC file (zstd), one row a frame of its commit log, in order.
 
-Readable with pyarrow alone. Columns, null where the event has no such fact:
+Readable with pyarrow alone; ``spool:events`` of the schema's metadata is the number of rows. Columns, null where the
+event has no such fact:
 
 =================  ===================================================================================================
 ``kind``           ``open``, ``step``, ``tools``, ``undo``, ``final``, ``discard``, ``note``, ``attach``, ``release``,
@@ -83,9 +84,12 @@ _SCHEMA = pa.schema(
         pa.field("event", pa.large_binary(), nullable=False),
         pa.field("crc", pa.uint32(), nullable=False),
     ],
-    metadata={"spool:format": "1"},
 )
 _EVENT_ONLY = pa.ipc.IpcReadOptions(included_fields=[_SCHEMA.get_field_index(name) for name in ("event", "crc")])
+
+
+_ARROW_ERRORS = (pa.ArrowException, OSError, KeyError, MemoryError, OverflowError, TypeError, SystemError)
+"""What Arrow raises for files whose bits have changed."""
 
 
 def encode(events: Sequence[bytes]) -> memoryview:
@@ -101,10 +105,11 @@ def encode(events: Sequence[bytes]) -> memoryview:
         IntegrityError: a payload is not an event.
     """
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+    schema = _SCHEMA.with_metadata({"spool:format": "1", "spool:events": str(len(events))})
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         for start in range(0, len(events), BATCH_ROWS):
             rows = [_row(payload) for payload in events[start : start + BATCH_ROWS]]
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=_SCHEMA))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
     return memoryview(sink.getvalue())
 
 
@@ -119,6 +124,9 @@ def decode(buffer: bytes | memoryview | mmap.mmap) -> list[bytes]:
     for number in range(reader.num_record_batches):
         events, sums = _events(reader, number)
         payloads.extend(map(_checked, events.to_pylist(), sums.to_pylist()))
+    told = (reader.schema.metadata or {}).get(b"spool:events")
+    if told != str(len(payloads)).encode():
+        raise _damaged(f"it has {len(payloads)} events and says {told!r}")
     return payloads
 
 
@@ -146,7 +154,7 @@ def one(buffer: bytes | memoryview | mmap.mmap, row: int) -> bytes:
 def _open(buffer: bytes | memoryview | mmap.mmap) -> pa.ipc.RecordBatchFileReader:
     try:
         return pa.ipc.open_file(pa.py_buffer(buffer), options=_EVENT_ONLY)
-    except (pa.ArrowException, OSError) as error:
+    except _ARROW_ERRORS as error:
         raise _damaged(error) from error
 
 
@@ -154,13 +162,14 @@ def _events(reader: pa.ipc.RecordBatchFileReader, number: int) -> tuple[pa.Array
     """Return the payloads of a batch and their checksums."""
     try:
         batch = reader.get_batch(number)
+        batch.validate(full=True)  # Arrow trusts offsets and lengths otherwise, wherever they point
         return batch.column("event"), batch.column("crc")
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except _ARROW_ERRORS as error:
         raise _damaged(error) from error
 
 
 def _checked(payload: Any, crc: Any) -> bytes:
-    if crc32c(payload) != crc:
+    if payload is None or crc32c(payload) != crc:
         raise _damaged("the crc32c of an event is not the one that was recorded")
     return bytes(payload)
 

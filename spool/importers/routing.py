@@ -89,7 +89,8 @@ def _load(path: str, origin: Origin) -> dict[str, NDArray[Any]]:
             missing = [name for name in _NEEDED if name not in file.files]
             if missing:
                 raise UnknownFormError(
-                    f"{origin.session_id} is an .npz file of {', '.join(file.files) or 'nothing'}",
+                    f"{origin.session_id} is an .npz file of {', '.join(file.files) or 'nothing'}; a routing "
+                    f"archive has {', '.join(_NEEDED)}",
                     plain="routed_experts" not in file.files, where=origin.session_id,
                 )  # fmt: skip
             arrays = {name: file[name] for name in file.files}

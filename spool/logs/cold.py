@@ -35,7 +35,7 @@ FETCHES = 8
 
 _LISTINGS = 8
 _KEPT_BYTES = 64 << 20
-_FACT_STREAM = "facts-"
+FACT_STREAM = "facts-"
 
 
 def records_key(stream: str, pack: int) -> str:
@@ -51,7 +51,12 @@ def gone_key(stream: str, pack: int) -> str:
 def parse_gone_key(key: str) -> tuple[str, int] | None:
     """Return the pack that a tombstone is about; None for a key of something else."""
     stream, _, number = key.removeprefix(GONE).rpartition("-")
-    return (stream, int(number)) if stream and number.isdecimal() else None
+    return (stream, int(number)) if stream and _is_number(number) else None
+
+
+def _is_number(text: str) -> bool:
+    """Whether this is how a key writes a number."""
+    return text.isascii() and text.isdigit() and text == str(int(text))
 
 
 def manifest_key(entry: PackEntry) -> str:
@@ -68,28 +73,28 @@ def parse_manifest_key(key: str) -> tuple[str, int]:
     """Return the pack that a manifest's key names; of a roll-up or fact file its name, and 0."""
     name = key.partition("/")[2].removesuffix(".parquet").partition("-")[2]
     stream, _, number = name.rpartition("-")
-    return (stream, int(number)) if number.isdecimal() and not is_rollup(key) else (name, 0)
+    return (stream, int(number)) if _is_number(number) and not is_rollup(key) else (name, 0)
 
 
 def time_of(key: str) -> float | None:
     """Return the time in the key of a manifest or fact file, seconds since the epoch; None where it has none."""
     text = key.partition("/")[2].partition("-")[0]
-    return int(text) / 1000 if text.isdecimal() else None
+    return int(text) / 1000 if text.isascii() and text.isdigit() else None
 
 
 def fact_stream(key: str) -> str:
     """Return the name under which the catalog files the events of a fact file."""
-    return _FACT_STREAM + key.removeprefix(FACTS).removesuffix(".parquet")
+    return FACT_STREAM + key.removeprefix(FACTS).removesuffix(".parquet")
 
 
 def fact_key(stream: str) -> str:
     """Return the fact file that a name of `fact_stream` stands for."""
-    return f"{FACTS}{stream.removeprefix(_FACT_STREAM)}.parquet"
+    return f"{FACTS}{stream.removeprefix(FACT_STREAM)}.parquet"
 
 
 def is_fact_stream(stream: str) -> bool:
     """Whether a name in the catalog is that of a fact file."""
-    return stream.startswith(_FACT_STREAM)
+    return stream.startswith(FACT_STREAM)
 
 
 class _Read(NamedTuple):
@@ -176,8 +181,7 @@ class ColdFeeder:
 
     def _look(self) -> bool:
         # what is known is asked for first: another process may take in an object that is put after the listing
-        if self._identity is None:
-            self._identity = self._get(IDENTITY)
+        self._identify()
         seen = self._catalog.packs.seen()
         gone = {found.key: found for found in self.objects.list(GONE)}
         there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
@@ -195,6 +199,11 @@ class ColdFeeder:
             self._forget_lost(lost)
         return whole
 
+    def _identify(self) -> None:
+        """Note which root this is."""
+        if self._identity is None:
+            self._identity = self._get(IDENTITY)
+
     def _check_same_root(self) -> None:
         """Make sure that what is no longer listed was deleted, and is not only out of sight.
 
@@ -202,8 +211,6 @@ class ColdFeeder:
             StorageError: the root is empty, or another one.
         """
         found = self._get(IDENTITY)
-        if self._identity is None:
-            self._identity = found
         if found is None or found != self._identity:
             raise StorageError(
                 f"{self.objects.url} {'has no' if found is None else 'has another'} {IDENTITY} than before: it was "
@@ -392,7 +399,9 @@ class ColdFeeder:
         key = f"{FACTS}{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(16)}.parquet"
         payloads = [encode_event(event) for event in events]
         data = manifest.encode_facts(payloads)
+        self._identify()
         self.objects.put(key, data)
+        self._check_same_root()  # else it went to what else is mounted there now
         with self._catalog.bulk():
             self._take_in_facts(key, payloads, len(data))
             self._catalog.packs.saw([key])

@@ -162,6 +162,14 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """
         return msgspec.json.encode(self).decode()
 
+    @property
+    def id(self) -> str:
+        """As the command line takes it."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<spool.{type(self).__name__} {self.id}: {self.n_tokens} tokens>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickle, (type(self), msgspec.msgpack.encode(self)))
 

@@ -17,7 +17,7 @@ from spool.read.fetch import Batch, Verify, Workers, execute, lost
 from spool.read.lookup import MASK, Lookup, Selection, check_lengths, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Sample
-from spool.read.select import Range, Run, Tokens, cover, plain_range, token_ranges
+from spool.read.select import Range, Run, Tokens, cover, layer_range, plain_range, token_ranges
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ class _Call(NamedTuple):
         """Return what takes ``n`` rows of a field: ``out``, if it is fit for them, or a new array."""
         shape, layers = (n, *view.spec.row_shape), None
         if self.layers is not None and view.spec.num_layers is not None:
-            start, stop = plain_range(self.layers, view.spec.num_layers, what="layers")
+            start, stop = layer_range(self.layers, view.spec.num_layers, field=view.spec.name)
             shape = (n, stop - start, *shape[2:])
             layers = None if stop - start == view.spec.num_layers else slice(start, stop)
         if out is None:
@@ -276,7 +276,7 @@ class _Call(NamedTuple):
         rows = inline.rows(ref, name, view.spec.align if view else None, ranges)
         layered = name == ROUTED_EXPERTS or (view is not None and view.spec.num_layers is not None)
         if self.layers is not None and layered:
-            start, stop = plain_range(self.layers, rows.shape[1], what="layers")
+            start, stop = layer_range(self.layers, rows.shape[1], field=name)
             rows = rows[:, start:stop]
         if out is None:
             return np.array(rows, self._dtype(view) if view else rows.dtype, order="C")

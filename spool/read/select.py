@@ -73,6 +73,18 @@ def plain_range(part: slice, n: int, *, what: str) -> Range:
     return start, max(start, stop)
 
 
+def layer_range(part: slice, n: int, *, field: str) -> Range:
+    """Return the half-open range of the absolute layers that ``part`` names.
+
+    Raises:
+        InputError: not a slice, one with a step, or one that begins behind the last layer.
+    """
+    start, stop = plain_range(part, n, what="layers")
+    if start == stop == n and part.start is not None and part.start >= n and part.start != part.stop:
+        raise InputError(f"{field} has layers 0 to {n - 1}, and none of {part!r}", field=field, got=repr(part))
+    return start, stop
+
+
 def n_steps(ref: Ref, extents: Sequence[Extent] = ()) -> int:
     """Return how many rows a ``step`` field of ``ref`` has."""
     steps = len(ref.steps) if isinstance(ref, SegmentRef) else 1

@@ -40,6 +40,8 @@ from spool.write.recover import recover
 log = logging.getLogger("spool.spiller")
 
 LOOK_S, LONGEST_LOOK_S = 0.1, 1.0
+TELL_S = 2.0
+"""Between two signs of life, and how long the cold root has not answered before that is said."""
 UPKEEP_S = 5.0
 """Between two looks at what is not urgent: dead writers, idle sessions, other nodes' news, retention."""
 TIDY_S = 60.0
@@ -116,9 +118,29 @@ class Spiller:
         self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
         self._looked_at = float("-inf")
         self._n_waiting = 0
+        self._saying = threading.Lock()
 
     def run(self, stop: threading.Event, *, until_idle: bool) -> None:
         """Work until ``stop`` is set; with ``until_idle`` also end when nothing needs this spiller any more."""
+        ended = threading.Event()
+        teller = threading.Thread(target=self._tell_outages, args=(ended,), name="spool-spill-status", daemon=True)
+        teller.start()
+        try:
+            self._run(stop, until_idle=until_idle)
+        finally:
+            ended.set()
+            teller.join()
+
+    def _tell_outages(self, ended: threading.Event) -> None:
+        """Say now and then that this process is at work, and whether the cold root does not answer."""
+        while not ended.wait(TELL_S):
+            error, since = self._status.error, None if self._cold is None else self._cold.objects.failing_since
+            if self._cold is not None and since is not None and time.time() - since >= TELL_S:
+                at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
+                error = f"{self._cold.objects.url} has not answered since {at}; it is asked again and again"
+            self._say(error=error)
+
+    def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
         wait_s, pause_s, idle_since = LOOK_S, PAUSE_S, time.monotonic()
         while not stop.is_set():
             if not self._is_there():
@@ -306,7 +328,7 @@ class Spiller:
     def _delete(self) -> bool:
         self._collected_at = time.monotonic()
         n_deleted, self._n_waiting = self._collect()
-        self._status = msgspec.structs.replace(self._status, n_deleted=self._status.n_deleted + n_deleted)
+        self._note(n_deleted=self._status.n_deleted + n_deleted)
         return n_deleted > 0
 
     def _serve(self) -> bool:
@@ -339,9 +361,7 @@ class Spiller:
             self._upload_s += time.monotonic() - started
         n_spilled = self._status.n_spilled + len(found)
         stored = self._status.spilled_bytes + sum(entry.stored_bytes for entry in found)
-        self._status = msgspec.structs.replace(
-            self._status, n_spilled=n_spilled, spilled_bytes=stored, bytes_per_s=stored / self._upload_s
-        )
+        self._note(n_spilled=n_spilled, spilled_bytes=stored, bytes_per_s=stored / self._upload_s)
         return True
 
     def _bring(self, stream: str, pack: int) -> None:
@@ -387,7 +407,7 @@ class Spiller:
             evict(self._root, self._catalog, item.stream, item.pack)
         if plan:
             tell(self._observer, Evicted(len(plan), sum(item.n_bytes for item in plan)))
-        self._status = msgspec.structs.replace(self._status, n_evicted=self._status.n_evicted + len(plan))
+        self._note(n_evicted=self._status.n_evicted + len(plan))
         if wanted(self._root) and found.used - sum(item.n_bytes for item in plan) > found.low:
             self._seal_more()
         return bool(plan)
@@ -442,11 +462,16 @@ class Spiller:
         own = self._own()
         return any(is_live(self._root, name) for name in self._feeder.stream_names() if name not in own)
 
+    def _note(self, **counts: float) -> None:
+        with self._saying:
+            self._status = msgspec.structs.replace(self._status, **counts)
+
     def _say(self, *, error: str | None) -> None:
-        damaged = tuple(found for found, _ in self._damaged.values())
+        damaged = tuple(found for found, _ in list(self._damaged.values()))
         now = time.time()
-        changed = (error, damaged) != (self._status.error, self._status.damaged)
-        if changed or now - self._status.at >= 1.0:
-            self._status = msgspec.structs.replace(self._status, at=now, error=error, damaged=damaged)
-            with suppress(SpoolError):
-                write_atomic(status_path(self._root), msgspec.json.encode(self._status), sync=False)
+        with self._saying:
+            changed = (error, damaged) != (self._status.error, self._status.damaged)
+            if changed or now - self._status.at >= 1.0:
+                self._status = msgspec.structs.replace(self._status, at=now, error=error, damaged=damaged)
+                with suppress(SpoolError):
+                    write_atomic(status_path(self._root), msgspec.json.encode(self._status), sync=False)

@@ -52,6 +52,10 @@ class Status(Struct, frozen=True):
     error: str | None = None
 
 
+SILENT_S = 15.0
+"""A spiller that has said nothing for so long may be stopped: it gives a sign of life every few seconds."""
+
+
 def status_path(root: str) -> str:
     """Return where a root's spiller says how it is doing."""
     return f"{root}/spiller.json"

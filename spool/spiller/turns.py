@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 
+from spool.errors import LockedError
 from spool.stores.local import map_os_error
+
+WAIT_S, LOOK_S = 120.0, 0.05
 
 
 @contextlib.contextmanager
@@ -22,6 +26,7 @@ def turn(root: str, *, alone: bool) -> Iterator[None]:
         alone: for who deletes; those that bring packs over, each of another stream, do it together.
 
     Raises:
+        LockedError: the other one did not end within `WAIT_S`; it may be stopped.
         StorageError: the lock file cannot be opened.
     """
     path = f"{root}/cold.lock"
@@ -30,7 +35,24 @@ def turn(root: str, *, alone: bool) -> Iterator[None]:
     except OSError as error:
         raise map_os_error(error, what="open", path=path) from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        _wait(fd, path, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
     finally:
         os.close(fd)
+
+
+def _wait(fd: int, path: str, kind: int) -> None:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise LockedError(
+                    f"another process has changed the cold objects of this root for {WAIT_S:g} s (it holds {path}): a "
+                    "spiller, or `spool gc`; see whether it is stopped, then try again",
+                    file=path,
+                ) from None
+            time.sleep(LOOK_S)
+        else:
+            return

@@ -15,6 +15,7 @@ import os
 import re
 import resource
 import secrets
+from collections.abc import Callable
 
 from spool.errors import CapacityError, ConfigError, NotFoundError, SpoolError, StorageError
 
@@ -162,7 +163,13 @@ def create_atomic(path: str, data: bytes) -> bool:
     return True
 
 
-def write_atomic(path: str, data: bytes | bytearray | memoryview, *, sync: bool = True) -> None:
+def write_atomic(
+    path: str,
+    data: bytes | bytearray | memoryview,
+    *,
+    sync: bool = True,
+    prove: Callable[[str], None] | None = None,
+) -> None:
     """Put ``data`` at ``path``: a reader sees the file as it was or the whole new one, and so does a restart.
 
     The order is: write a temporary file beside it, sync it, rename it, sync the folder.
@@ -171,6 +178,7 @@ def write_atomic(path: str, data: bytes | bytearray | memoryview, *, sync: bool 
         path: the file; its folder exists.
         data: what it shall hold.
         sync: False leaves the two syncs out: still atomic for readers, not across a power cut.
+        prove: called with the path of the temporary file before it is renamed; may refuse it by raising.
 
     Raises:
         SpoolError: it could not; ``path`` is untouched unless only the last sync failed.
@@ -186,6 +194,8 @@ def write_atomic(path: str, data: bytes | bytearray | memoryview, *, sync: bool 
                     os.fsync(fd)
             finally:
                 os.close(fd)
+            if prove is not None:
+                prove(temp)
             os.rename(temp, path)
         except BaseException:
             os.unlink(temp)

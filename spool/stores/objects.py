@@ -53,10 +53,14 @@ class Objects(Protocol):
 
     Attributes:
         url: the root, without a slash at its end; it holds no credentials.
+        failing_since: when requests began to fail that are tried again, seconds since the epoch; None once one is
+            answered.
     """
 
     @property
     def url(self) -> str: ...  # noqa: D102
+    @property
+    def failing_since(self) -> float | None: ...  # noqa: D102
 
     def get(self, key: str) -> bytes:
         """Return the whole object, one version of it.
@@ -112,7 +116,11 @@ class Objects(Protocol):
         ...
 
     def list(self, prefix: str) -> list[ObjectInfo]:
-        """Return all objects whose keys start with ``prefix``, sorted by key, as they are now: nothing is cached."""
+        """Return all objects whose keys start with ``prefix``, sorted by key, as they are now: nothing is cached.
+
+        Of an object that is put, with a later key, in the place of others that are deleted then, and these, at least
+        one is listed.
+        """
         ...
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import secrets
 import time
@@ -18,11 +19,16 @@ from spool.stores.wire import ChangedError, OutOfRangeError, Version, Wire, Wron
 
 T = TypeVar("T")
 
+log = logging.getLogger("spool.stores")
+
 _LENGTH_TRIES = 5
 _UPLOAD_WIDTH = 4
+_PUT_TRIES = 2
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 10_000
 _MOST_KEYS = 1_000
+_OUTAGE_S = 5.0
+"""The end of shorter ones is not worth a line."""
 _PROBE = "probe-"
 
 
@@ -83,6 +89,7 @@ class RemoteStore:
         self._deadline_s = deadline_s
         self._verify = verify
         self._observer = observer or (lambda _kind, _key, _n_bytes, _seconds: None)
+        self._failing_since: float | None = None
 
     def __repr__(self) -> str:
         return f"RemoteStore({self._url!r})"
@@ -91,6 +98,11 @@ class RemoteStore:
     def url(self) -> str:
         """The root's URL."""
         return self._url
+
+    @property
+    def failing_since(self) -> float | None:
+        """When requests began to fail, if they do."""
+        return self._failing_since
 
     # ------------------------------------------------------------------------------------------------- reading
 
@@ -191,13 +203,26 @@ class RemoteStore:
         """Put an object; see `Objects.put`."""
         check_key(key)
         view = memoryview(data).cast("B")
+        for _ in range(_PUT_TRIES):  # what differs may be what somebody else has just put there
+            self._put(key, view)
+            got = self._read_back(key, view)
+            if got == len(view):
+                return
+        with contextlib.suppress(SpoolError):
+            self.delete([key])
+        raise IntegrityError(
+            f"{self._url}/{key}: what was written did not read back equal ({got} bytes, expected {len(view)}); it "
+            "was removed. Put it again; call the store's operator if that recurs",
+            key=key, got=got, expected=len(view),
+        )  # fmt: skip
+
+    def _put(self, key: str, view: memoryview) -> None:
         if len(view) > PIECE_BYTES and self._wire.has_parts:
             self._put_parts(key, view)
         else:
             self._request(
                 "put", "write", key, lambda timeout_s: self._wire.write(key, view, timeout_s), lambda _: len(view)
             )
-        self._prove(key, view)
 
     def create(self, key: str, data: Data) -> bool:
         """Put an object unless one is there; see `Objects.create`."""
@@ -245,25 +270,16 @@ class RemoteStore:
             if version is None or version.info.size != size:
                 raise
 
-    def _prove(self, key: str, view: memoryview) -> None:
-        """Read back what was put, its size or all of it; remove it where it differs."""
+    def _read_back(self, key: str, view: memoryview) -> int | None:
+        """Return how many bytes an object has of what was put there; None where there is none, or they differ."""
         info = self.info(key)
-        got = None if info is None else info.size
-        different = got != len(view)
-        if not different and self._verify == "always":
-            compared = self._threads.map(
-                lambda piece: self._read(key, *piece, None) == bytes(view[slice(*piece)]),
-                _pieces(len(view), PIECE_BYTES), width=_UPLOAD_WIDTH,
-            )  # fmt: skip
-            different = not all(compared)
-        if different:
-            with contextlib.suppress(SpoolError):
-                self.delete([key])
-            raise IntegrityError(
-                f"{self._url}/{key}: what was written did not read back equal ({got} bytes, expected {len(view)}); it "
-                "was removed. Put it again; call the store's operator if that recurs",
-                key=key, got=got, expected=len(view),
-            )  # fmt: skip
+        if info is None or info.size != len(view) or self._verify != "always":
+            return None if info is None else info.size
+        compared = self._threads.map(
+            lambda piece: self._read(key, *piece, None) == bytes(view[slice(*piece)]),
+            _pieces(len(view), PIECE_BYTES), width=_UPLOAD_WIDTH,
+        )  # fmt: skip
+        return len(view) if all(compared) else None
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; see `Objects.delete`."""
@@ -310,13 +326,21 @@ class RemoteStore:
             except Exception as error:  # noqa: BLE001 - a client may raise anything
                 # the client's own text may hold an endpoint's password or a signature: it is not passed on
                 explained = self._wire.explain(error, self._what(what, key), key)
+                if isinstance(explained, TransientError) and self._failing_since is None:
+                    self._failing_since = time.time()
             else:
+                self._succeeded()
                 return result
             finally:
                 self._observer(kind, key, moved, time.monotonic() - began)
             raise explained
 
         return persist(attempt, what=self._what(what, key), deadline_s=self._deadline_s)
+
+    def _succeeded(self) -> None:
+        since, self._failing_since = self._failing_since, None
+        if since is not None and time.time() - since >= _OUTAGE_S:
+            log.warning("%s answers again, after %.1f s", self._url, time.time() - since)
 
     def _what(self, verb: str, key: str) -> str:
         return f"{verb} {self._url}/{key}"

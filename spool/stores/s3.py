@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import s3fs
 from botocore.exceptions import (
@@ -311,9 +312,14 @@ class S3Wire:
         name = type(error).__name__
         network = (ConnectionFailedError, HTTPClientError, ResponseStreamingError, ResponseParserError, OSError)
         if isinstance(error, network) or not isinstance(error, BotoCoreError | TypeError | ValueError):
-            reason = "it took too long" if isinstance(error, TimeoutError) else f"the connection failed ({name})"
+            failed = f"the connection{_endpoint(error)} failed ({name})"
+            reason = "it took too long" if isinstance(error, TimeoutError) else failed
             return TransientError(reason, kind=StorageError, advice=CHECK_SERVER, key=key)
-        return StorageError(f"cannot {what}: the client refused ({name}); check the AWS configuration", key=key)
+        return StorageError(
+            f"cannot {what}: the client refused ({name}); check the AWS configuration, and that AWS_ENDPOINT_URL "
+            "begins with http:// or https://",
+            key=key,
+        )
 
     def _explain_answer(self, status: int, code: str, what: str, key: str) -> SpoolError | TransientError:
         facts: dict[str, Any] = {"key": key, "status": status, "code": code}
@@ -334,6 +340,13 @@ class S3Wire:
         client = self._clients.take()
         if client is not None:
             client.close()
+
+
+def _endpoint(error: Exception) -> str:
+    """Return where a connection led, as far as the client says it; scheme, host and port only."""
+    told = getattr(error, "kwargs", {}).get("endpoint_url")
+    parts = urlsplit(told) if isinstance(told, str) else None
+    return f" to {parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts is not None and parts.netloc else ""
 
 
 def _status(error: ClientError) -> int:

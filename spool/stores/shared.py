@@ -11,12 +11,13 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
-from spool.stores.local import create_atomic, map_os_error, sync_dir, write_atomic
+from spool.stores.local import create_atomic, map_os_error, read_file, sync_dir, write_atomic
 from spool.stores.objects import Data, ObjectInfo, Observer, Verify, check_key, check_range
 from spool.stores.threads import Threads
 
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAKE_TRIES = 5
+_LISTINGS = 8
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class SharedFolder:
     system keeps for its own reasons. There are no retries here: the file system's client has its own.
 
     Args:
-        folder: absolute path; made by the first put.
+        folder: absolute path; made by the first `create`. A put finds it there, or the file system is not mounted.
         concurrency: reads at once of `get_ranges`.
         verify: ``always`` reads back what was put.
         observer: told of every operation.
@@ -49,6 +50,11 @@ class SharedFolder:
     def url(self) -> str:
         """The folder as a URL."""
         return f"file://{quote(self._folder)}"
+
+    @property
+    def failing_since(self) -> float | None:
+        """None: nothing is tried again here."""
+        return None
 
     def get(self, key: str) -> bytes:
         """Return the whole file; see `Objects.get`."""
@@ -85,14 +91,13 @@ class SharedFolder:
     def put(self, key: str, data: Data) -> None:
         """Put a file; see `Objects.put`."""
         began, view = time.monotonic(), memoryview(data).cast("B")
-        self._write(key, lambda path: write_atomic(path, view))
+        self._write(key, lambda path: write_atomic(path, view, prove=lambda draft: self._prove(key, draft, view)))
         self._observer("put", key, len(view), time.monotonic() - began)
-        self._prove(key, view)
 
     def create(self, key: str, data: Data) -> bool:
         """Put a file unless one is there; see `Objects.create`."""
         began, whole = time.monotonic(), bytes(data)
-        made = self._write(key, lambda path: create_atomic(path, whole))
+        made = self._write(key, lambda path: create_atomic(path, whole), root=True)
         self._observer("put", key, len(whole) * made, time.monotonic() - began)
         return made
 
@@ -100,12 +105,12 @@ class SharedFolder:
         """Return True: of several links of one name, one is made."""
         return True
 
-    def _write(self, key: str, write: Callable[[str], T]) -> T:
-        """Return what ``write`` does at the path of a key; its folder is made."""
+    def _write(self, key: str, write: Callable[[str], T], *, root: bool = False) -> T:
+        """Return what ``write`` does at the path of a key; its folder is made, with ``root`` the root's too."""
         path = self._path(key)
         for tries_left in reversed(range(_MAKE_TRIES)):
             try:
-                self._make_folder(os.path.dirname(path))
+                self._make_folder(os.path.dirname(path), root=root)
                 return write(path)
             except (NotFoundError, FileNotFoundError) as error:
                 # a delete of the last object in a folder takes the folder away
@@ -117,22 +122,25 @@ class SharedFolder:
                 raise self._error(error, "write", key) from None
         raise AssertionError("the last try returns or raises")
 
-    def _prove(self, key: str, view: memoryview) -> None:
-        info = self.info(key)
-        same = info is not None and info.size == len(view)
-        if same and self._verify == "always":
-            same = self.get(key) == view
-        if not same:
-            self.delete([key])
+    def _prove(self, key: str, draft: str, view: memoryview) -> None:
+        """Read back what was written, its size or all of it, before it gets its name."""
+        got = os.stat(draft).st_size
+        if got != len(view) or (self._verify == "always" and read_file(draft) != view):
             raise IntegrityError(
                 f"{self.url}/{key}: what was written did not read back equal; it was removed. Check the file system",
-                key=key, got=info.size if info else None, expected=len(view),
+                key=key, got=got, expected=len(view),
             )  # fmt: skip
 
-    def _make_folder(self, path: str) -> None:
-        """Make a folder and those above it, each name durable."""
+    def _make_folder(self, path: str, *, root: bool) -> None:
+        """Make a folder and those above it, each name durable; the root's own only where that is asked for.
+
+        Raises:
+            StorageError: the root is not there.
+        """
         missing = []
         while not os.path.isdir(path):
+            if path == self._folder and not root:
+                raise StorageError(f"the cold root {path} is not there; is its file system mounted?", path=path)
             missing.append(path)
             path = os.path.dirname(path)
         for made in reversed(missing):
@@ -159,14 +167,28 @@ class SharedFolder:
         top = prefix.rpartition("/")[0]
         if top:
             check_key(top)
+        names = self._named(top, prefix)
+        # one listing may miss both a file that is deleted meanwhile and the one that was put in its place before
+        for _ in range(_LISTINGS):
+            before, names = names, self._named(top, prefix)
+            if before.keys() <= names.keys():
+                break
         found = []
-        for path, entry in self._walk(os.path.join(self._folder, top), f"{self._folder}/{prefix}"):
-            if path.startswith(f"{self._folder}/{prefix}") and not entry.name.startswith("."):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append(ObjectInfo(path[len(self._folder) + 1 :], status.st_size, status.st_mtime))
+        for key, entry in names.items():
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                found.append(ObjectInfo(key, status.st_size, status.st_mtime))
         self._observer("list", prefix, 0, time.monotonic() - began)
         return sorted(found)
+
+    def _named(self, top: str, prefix: str) -> dict[str, os.DirEntry[str]]:
+        """Return the files that are objects, by key; a name that is no text is none."""
+        whole = f"{self._folder}/{prefix}"
+        return {
+            path[len(self._folder) + 1 :]: entry
+            for path, entry in self._walk(os.path.join(self._folder, top), whole)
+            if path.startswith(whole) and not entry.name.startswith(".") and _is_text(path)
+        }
 
     def _walk(self, folder: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files below ``folder``, at least those under ``prefix``; what vanishes meanwhile is left out."""
@@ -225,6 +247,14 @@ class SharedFolder:
         if isinstance(error, _ABSENT):
             return NotFoundError(f"{self.url} has no object {key}", key=key)
         return map_os_error(error, what=what, path=f"{self._folder}/{key}")
+
+
+def _is_text(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _pread(fd: int, start: int, stop: int) -> bytes:
