@@ -1,0 +1,226 @@
+"""Roots that go away and come back, what else lies in them, and an index that is taken from under its processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from shell import run
+from tiers import assert_same, record, wait_for
+
+import spool
+from spool.spiller import turns
+from spool.spiller.status import read_status
+from spool.stores.objects import open_objects
+
+
+@pytest.fixture
+def cold(tmp_path):
+    return tmp_path / "cold"
+
+
+@pytest.fixture
+def uri(tmp_path, cold):
+    return f"file://{tmp_path}/hot?spill=file://{cold}&publish_interval_s=0.1"
+
+
+@pytest.fixture
+def sp(uri):
+    with spool.open(uri) as sp:
+        yield sp
+
+
+# -- a cold root that is away ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["nothing", "an empty folder"])
+def test_facts_are_refused_while_the_root_is_away_and_none_is_lost(sp, cold, left):
+    for name in ("a", "b", "c"):
+        sp.publish(record(sp, name), timeout_s=60)
+    with spool.open(f"file://{cold}") as there:
+        refs = {ref.session_id: ref for ref in there.segments()}
+        cold.rename(f"{cold}-away")
+        if left != "nothing":
+            cold.mkdir()
+        for say in (lambda: there.annotate("a", reward=1.0), lambda: there.release(refs["b"]), lambda: there.discard("c")):
+            with pytest.raises(spool.StorageError, match=r"mounted|emptied"):
+                say()
+        if left == "nothing":
+            assert not cold.exists()
+        else:
+            shutil.rmtree(cold)
+        Path(f"{cold}-away").rename(cold)
+        there.annotate("a", reward=2.0)
+    with spool.open(f"file://{cold}") as again:
+        assert {row.session_id: (row.state, row.reward) for row in again.sessions()} == {
+            "a": ("final", 2.0), "b": ("final", None), "c": ("final", None),
+        }  # fmt: skip
+
+
+def test_a_status_says_at_once_that_the_cold_root_does_not_answer(tmp_path, hostile, s3_root):
+    with spool.open(f"file://{tmp_path}/hot?spill={s3_root}&publish_interval_s=0.1") as sp:
+        sp.publish(record(sp, "a"), timeout_s=60)
+        hostile.fault("drop")
+        record(sp, "b")
+        sp.flush()
+        said = wait_for(lambda: (found := read_status(f"{tmp_path}/hot")) and found.error, timeout_s=20, what="an error")
+        assert s3_root in said
+        hostile.heal()
+        wait_for(lambda: read_status(f"{tmp_path}/hot").error is None, timeout_s=40, what="its end")
+
+
+def test_a_publish_says_why_it_waits(tmp_path, hostile, s3_root, caplog):
+    with spool.open(f"file://{tmp_path}/hot?spill={s3_root}&publish_interval_s=0.1") as sp:
+        sp.publish(record(sp, "a"), timeout_s=60)
+        hostile.fault(403, "PUT")
+        with pytest.raises(spool.StorageError, match="403"):
+            sp.publish(record(sp, "b"), timeout_s=8)
+        assert "publish waits; the spiller says: " in caplog.text
+        hostile.heal()
+        sp.publish(list(sp.segments()), timeout_s=60)
+
+
+# -- what else lies in a cold root -----------------------------------------------------------------------------------
+
+
+def test_names_that_are_no_text_and_numbers_that_are_none_are_passed_over(sp, cold):
+    sp.publish(record(sp, "a"), timeout_s=60)
+    stream = next(iter(sp.segments())).extents["token_ids"][0].stream
+    for folder in ("gone", "facts", "manifests"):
+        (cold / folder).mkdir(exist_ok=True)
+        (Path(os.fsdecode(os.fsencode(cold) + f"/{folder}/".encode() + b"\xff\xfe"))).write_bytes(b"x")
+    for number in ("00", "\u0660", "-0", "0x0"):
+        (cold / "gone" / f"{stream}-{number}").write_bytes(b"{}")
+    refs = record(sp, "b")
+    sp.publish(refs, timeout_s=60)
+    with spool.open(f"file://{cold}") as there:
+        assert {row.session_id for row in there.sessions()} == {"a", "b"}
+        assert_same(there.read(refs), sp.read(refs))
+
+
+def test_a_listing_never_misses_both_what_was_rolled_up_and_the_roll_up(tmp_path, monkeypatch):
+    store = open_objects(f"file://{tmp_path}")
+    store.put("m/1", b"x")
+    store.put("m/2", b"x")
+    real, walks = type(store)._walk, []
+
+    def walk(self, folder, prefix=""):
+        walks.append(folder)
+        found = list(real(self, folder, prefix))
+        if len(walks) == 1:  # read before the roll-up was put, beyond the originals' place once they are deleted
+            self.put("m/roll", b"xx")
+            self.delete(["m/1", "m/2"])
+            return iter([])
+        return iter(found)
+
+    monkeypatch.setattr(type(store), "_walk", walk)
+    assert [found.key for found in store.list("m/")] == ["m/roll"]
+    # deleted while the second look goes on: it looks again
+    store.put("m/3", b"x")
+    walks.clear()
+    dropped = iter([False, True, False, False])
+
+    def lossy(self, folder, prefix=""):
+        found = list(real(self, folder, prefix))
+        return iter([] if next(dropped) else found)
+
+    monkeypatch.setattr(type(store), "_walk", lossy)
+    assert [found.key for found in store.list("m/")] == ["m/3", "m/roll"]
+
+
+def test_nothing_that_one_owner_released_goes_where_another_recorded_the_session_too(tmp_path, cold):
+    uris = [f"file://{tmp_path}/{name}?spill=file://{cold}&publish_interval_s=0.1&retention=released&grace_s=0.001"
+            for name in "ab"]  # fmt: skip
+    with spool.open(uris[0]) as a, spool.open(uris[1]) as b:
+        own, other = record(a, "same", seed=1), record(b, "same", seed=2)
+        a.publish(own, timeout_s=60)
+        b.publish(other, timeout_s=60)
+        wanted = b.read(other)
+        a.release(own)
+        for sp in (a, b):
+            sp.flush()
+            assert not any(item.go for item in sp.gc())
+        assert_same(b.read(other), wanted)
+        b.discard("same")
+        b.flush()
+        assert wait_for(lambda: any(item.go for item in b.gc()), what="the end of what was discarded")
+
+
+# -- the index under live processes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["delete it", "delete its WAL", "cut its WAL", "delete its shared memory"])
+def test_an_index_that_is_taken_away_is_made_again_under_live_processes(tmp_path, harm):
+    root = tmp_path / "hot"
+    index = root / "catalog.sqlite"
+    names = []
+    with spool.open(f"file://{root}") as sp, spool.open(f"file://{root}") as beside:
+        for n in range(6):
+            record(sp, f"s{n}", n_steps=1)
+            names.append(f"s{n}")
+            assert len(list(beside.sessions())) == len(names)
+            if n == 2:
+                if harm == "delete it":
+                    index.unlink()
+                elif harm == "delete its WAL":
+                    Path(f"{index}-wal").unlink()
+                elif harm == "cut its WAL":
+                    os.truncate(f"{index}-wal", 0)
+                else:
+                    Path(f"{index}-shm").unlink()
+            assert {row["session_id"] for row in run("ls", root, "--json").json} == set(names)
+    assert run("verify", root, "--deep").code == 0
+
+
+# -- who waits for whom ----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up_for_ever(sp, tmp_path, monkeypatch):
+    monkeypatch.setattr(turns, "WAIT_S", 0.3)
+    with open(tmp_path / "hot" / "cold.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        began = time.monotonic()
+        with pytest.raises(spool.LockedError, match="cold.lock"), turns.turn(f"{tmp_path}/hot", alone=True):
+            raise AssertionError
+        assert time.monotonic() - began < 5
+
+
+def test_a_root_inside_another_one_is_refused(sp, tmp_path):
+    with pytest.raises(spool.ConfigError, match="lies inside the spool"):
+        spool.open(f"file://{tmp_path}/hot/streams/mine")
+    assert not (tmp_path / "hot" / "streams" / "mine").exists()
+
+
+def test_what_a_handle_may_not_do_it_refuses_at_once(sp, uri, cold, tmp_path):
+    refs = record(sp, "a")
+    with spool.open(uri, readonly=True) as only:
+        for call in (lambda: only.publish(refs), lambda: only.session("x")):
+            with pytest.raises(spool.SessionStateError, match="read only"):
+                call()
+    sp.publish(refs, timeout_s=60)
+    with spool.open(f"file://{cold}") as there, pytest.raises(spool.SessionStateError, match="needs a hot root"):
+        there.session("x")
+    with spool.open(f"file://{tmp_path}/alone") as alone, pytest.raises(spool.ConfigError, match="no cold root"):
+        alone.spill(follow=True)
+
+
+def test_a_handle_that_is_pickled_is_opened_anew(sp, uri):
+    refs = record(sp, "a")
+    with pickle.loads(pickle.dumps(sp)) as other:
+        assert other is not sp and other.config == sp.config
+        assert_same(other.read(refs), sp.read(refs))
+    assert len(repr(refs[0])) < 100
+
+
+def test_layers_that_no_field_has_are_refused(sp):
+    refs = record(sp, "a")
+    (sample,) = sp.read(refs, layers=slice(4, 60))
+    assert sample["routed_experts"].shape[1] == 2
+    for start in (6, 50):
+        with pytest.raises(spool.InputError, match="layers 0 to 5"):
+            sp.read(refs, layers=slice(start, 60))
