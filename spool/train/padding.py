@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -62,7 +63,7 @@ def padding(
         return Padding(sequence, _multiple("micro_multiple", micro_multiple, mesh.cp * tp, mesh.cp * tp), alike=False)
     unit = 2 * mesh.cp if split == "zigzag" and mesh.cp > 1 else mesh.cp
     sequence = _multiple("sequence_multiple", sequence_multiple, unit * tp if padded else unit, unit * tp)
-    micro = sequence if padded else _multiple("micro_multiple", micro_multiple, unit * tp, unit * tp)
+    micro = sequence if padded else _multiple("micro_multiple", micro_multiple, unit * tp, lcm(unit * tp, sequence))
     return Padding(sequence, micro, alike=padded)
 
 

@@ -7,7 +7,7 @@ limits do not depend on how. A plan covers one mini-batch and knows nothing of o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -199,7 +199,8 @@ def plan(
         raise InputError(
             "pass max_tokens=, the most rows of a micro-batch, or n_micro=, how many there are; one of them"
         )
-    one_of("oversize", oversize, ("alone", "error"))
+    one_of("oversize", oversize, get_args(Oversize))
+    integer("mini_batch", mini_batch)
     rule = padding(mesh, split, layout, sequence_multiple=sequence_multiple, micro_multiple=micro_multiple)
     taken = items_of(items)
     costs, sizes = costs_of(taken, cost), rule.sizes(taken)
@@ -207,7 +208,10 @@ def plan(
     if n_micro is not None:
         bins = [_by_number(found, costs, _number(n_micro, mesh)) for found in ranks]
     else:
-        bins = _by_size(ranks, costs, sizes, _capacity(max_tokens, rule), rule, oversize, mesh)
+        capacity = _capacity(max_tokens, rule)
+        if oversize == "error":
+            _refuse_oversize(sizes, capacity)
+        bins = _by_size(ranks, costs, sizes, capacity, mesh, alike=rule.alike)
     batches = tuple(tuple(_batch(found, taken, sizes, costs, rule) for found in each) for each in bins)
     named = isinstance(split, str)
     table = {} if named else table_of(cast("Any", split), _lengths(batches), mesh.cp)
@@ -248,37 +252,31 @@ def _by_number(found: np.ndarray, costs: np.ndarray, n_micro: int) -> Bins:
 
 
 def _by_size(
-    ranks: Sequence[np.ndarray],
-    costs: np.ndarray,
-    sizes: np.ndarray,
-    capacity: int,
-    rule: Padding,
-    oversize: Oversize,
-    mesh: Mesh,
+    ranks: Sequence[np.ndarray], costs: np.ndarray, sizes: np.ndarray, capacity: int, mesh: Mesh, *, alike: bool
 ) -> list[Bins]:
     """Return the micro-batches of each DP rank, none larger than ``capacity`` but those of one sequence."""
-    large = np.flatnonzero(sizes > capacity)
-    if len(large) and oversize == "error":
-        number = int(large[0])
-        raise InputError(
-            f"item {number} takes {sizes[number]} rows padded and a micro-batch holds {capacity} ({len(large)} such "
-            "items): cut it with ref.head(n), raise max_tokens, or pass oversize='alone'",
-            items=large[:100].tolist(), capacity=capacity,
-        )  # fmt: skip
-    alone = [[[number] for number in found.tolist() if sizes[number] > capacity] for found in ranks]
+    alone = [found[sizes[found] > capacity] for found in ranks]
     rest = [found[sizes[found] <= capacity] for found in ranks]
-    n_micro = max(
-        len(large) + n_needed(sizes[found], capacity, alike=rule.alike)
-        for large, found in zip(alone, rest, strict=True)
-    )
+    needed = [n_needed(sizes[found], capacity, alike=alike) for found in rest]
+    n_micro = max(n + len(large) for n, large in zip(needed, alone, strict=True))
     if mesh.vpp > 1:
         n_micro = -(-n_micro // mesh.pp) * mesh.pp
     bins = []
-    for single, found in zip(alone, rest, strict=True):
-        parts = fit(costs[found], sizes[found], n_micro - len(single), capacity, alike=rule.alike)
-        both = single + [found[part].tolist() for part in parts]
+    for large, found in zip(alone, rest, strict=True):
+        parts = fit(costs[found], sizes[found], n_micro - len(large), capacity, alike=alike)
+        both = [[number] for number in large.tolist()] + [found[part].tolist() for part in parts]
         bins.append(sorted(both, key=lambda part: (-float(costs[part].sum()), part)))
     return bins
+
+
+def _refuse_oversize(sizes: np.ndarray, capacity: int) -> None:
+    large = np.flatnonzero(sizes > capacity)
+    if len(large):
+        raise InputError(
+            f"item {large[0]} takes {sizes[large[0]]} rows padded and a micro-batch holds {capacity}; {len(large)} "
+            "items are as long: cut them with ref.head(n), raise max_tokens, or pass oversize='alone'",
+            items=large[:100].tolist(), capacity=capacity,
+        )  # fmt: skip
 
 
 def _batch(
