@@ -21,6 +21,7 @@ from spool.errors import ConfigError, InputError
 from spool.importers import read_runs
 from spool.importers.base import ImportedRun
 from spool.model.refs import SegmentRef, Unit
+from spool.observe import Read
 from spool.read.select import positions
 from spool.train import balance
 from spool.train.plan import Item, Mesh, Place, plan, plan_from_json, plans
@@ -29,7 +30,7 @@ from spool.train.plan import Item, Mesh, Place, plan, plan_from_json, plans
 def thirds(n_rows, cp):
     """A split function: each rank has every cp-th of 3 * cp unequal parts; the last one what is left."""
     share = n_rows // cp
-    cuts = sorted({0, share // 3, share // 2, share})
+    cuts = sorted({0, share // 3, share // 2, share})  # no range is empty
     return [[(rank * share + a, rank * share + b) for a, b in pairwise(cuts)][::-1] for rank in range(cp)]
 
 
@@ -50,7 +51,7 @@ def meshes(draw):
     layers = draw(st.lists(st.integers(0, 3), min_size=pp * vpp, max_size=pp * vpp))
     return Mesh(
         dp=draw(st.integers(1, 4)), cp=draw(st.integers(1, 4)), tp=draw(st.integers(1, 3)), pp=pp, vpp=vpp,
-        stages=tuple(layers), first_dense=draw(st.integers(0, 2)), sequence_parallel=draw(st.booleans()),
+        stages=tuple(layers), first_dense=draw(st.integers(0, sum(layers))), sequence_parallel=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -120,6 +121,13 @@ def test_shares_are_equal_and_rows_are_where_their_positions_say(found):
                 assert (ids[here] == np.arange(piece.row, piece.row + piece.n_rows)).all()
                 taken[here] += 1
             assert taken.max(initial=0) <= 1
+            if found.layout == "padded" and mesh.sequence_parallel:
+                continue
+            parts = [found.rank(place._replace(tp=tp)).router_rows(share) for tp in range(mesh.tp)]
+            seen = [
+                row for part in (parts if mesh.sequence_parallel else parts[:1]) for row in range(share.n_rows)[part]
+            ]
+            assert seen == list(range(share.n_rows))
 
 
 # -- rows are placed as a plain reference does -------------------------------------------------------------------------
@@ -199,6 +207,26 @@ def test_place_equals_padding_then_splitting_whole_arrays(items, mesh, split, la
             assert got.tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_the_layout_of_slime(cp):
+    """Each sequence to 2 * cp parts, two of them a rank; then what a rank has is padded to a multiple of 128 * tp."""
+    lengths, tp = [700, 3, 41, 128], 2
+    multiples = {"sequence_multiple": 2 * cp if cp > 1 else 1, "micro_multiple": 128 * tp * cp}
+    found = plan(lengths, Mesh(cp=cp, tp=tp), n_micro=1, **multiples)
+    for rank in range(cp):
+        parts = []
+        for length in lengths:
+            part = -(-length // (2 * cp))
+            padded = np.pad(np.arange(1, length + 1), (0, 2 * cp * part - length))
+            both = padded[rank * part :][:part], padded[(2 * cp - 1 - rank) * part :][:part]
+            parts.append(np.concatenate(both) if cp > 1 else np.arange(1, length + 1))
+        want = np.concatenate(parts)
+        want = np.pad(want, (0, -len(want) % (128 * tp)))
+        (share,) = found.rank(Place(cp=rank)).shares
+        tokens = [np.arange(piece.start, piece.stop) + 1 for piece in share.pieces]
+        assert share.place(tokens, np.zeros(share.n_rows, int)).tolist() == want.tolist()
+
+
 def test_zigzag_of_one_sequence():
     shares = [plan([13], Mesh(cp=2), n_micro=1).rank(Place(cp=cp)).shares[0] for cp in range(2)]
     assert [[(piece.start, piece.stop, piece.to) for piece in share.pieces] for share in shares] == [
@@ -257,6 +285,11 @@ def test_a_capacity_that_an_even_cost_would_break_is_kept(layout):
     found = plan(lengths, Mesh(), max_tokens=100, layout=layout, cost=lambda rows: 1.0 / rows)
     assert all(batch.n_rows <= 100 for batch in found.batches[0])
     assert all(batch.items for batch in found.batches[0])
+
+
+def test_the_fewest_micro_batches_are_found_where_an_even_cost_does_not_fit():
+    found = plan([5, 5, 4, 3, 3], Mesh(), max_tokens=10)
+    assert [batch.rows for batch in found.batches[0]] == [(5, 5), (4, 3, 3)]
 
 
 def test_padding_is_decided_once():
@@ -357,6 +390,7 @@ def test_layers_over_stages():
     assert [rank.layers for rank in ranks] == [slice(0, 11), slice(11, 23), slice(23, 35), slice(35, 46)]
     assert [rank.moe_layers for rank in ranks][:2] == [slice(1, 11), slice(11, 23)]
     assert Mesh(pp=2, num_layers=8, vpp=2).layers(1, 1) == (6, 8)
+    assert Mesh(pp=2, stages=[3, 5]) == Mesh(pp=2, stages=(3, 5))
     dense = plan([9], Mesh(pp=2, stages=(2, 4), first_dense=3), n_micro=1)
     assert [dense.rank(Place(pp=pp)).moe_layers for pp in range(2)] == [slice(2, 2), slice(3, 6)]
     alone = plan([9], Mesh(first_dense=1), n_micro=1).rank(0)
@@ -447,23 +481,19 @@ def test_each_context_rank_reads_its_own_rows_only(spool_uri):
         found = plan(refs, Mesh(cp=2, tp=4), max_tokens=8192)
         got = [np.full((n_tokens, 47, 4), 255, np.uint8) for _ in refs]
         for cp in range(2):
-            n_bytes = 0
+            del fetched[:]
             for share in found.rank(Place(cp=cp)).shares:
-                del fetched[:]
-                parts = sp.read(
+                rows = np.full((share.n_rows, 47, 4), 255, np.uint8)
+                sp.read(
                     [refs[piece.item] for piece in share.pieces], fields=["routed_experts"], dtype="stored",
                     tokens=[piece.tokens for piece in share.pieces],
+                    out=[{"routed_experts": rows[piece.to : piece.to + piece.n_forward]} for piece in share.pieces],
                 )  # fmt: skip
-                n_bytes += sum(
-                    sum(event.fetched_bytes.values()) for event in fetched if hasattr(event, "fetched_bytes")
-                )
-                rows = np.full((share.n_rows, 47, 4), 255, np.uint8)
-                share.place([part["routed_experts"] for part in parts], rows, align="forward")
                 assert rows.nbytes == 8192 // 2 * 47 * 4
                 for piece in share.pieces:
                     got[piece.item][piece.row : piece.row + piece.n_rows] = rows[piece.to : piece.to + piece.n_rows]
-            total = sum(routing.nbytes for routing in sent)
-            assert 0 < n_bytes <= total / 2 * 1.02
+            n_bytes = sum(sum(event.fetched_bytes.values()) for event in fetched if isinstance(event, Read))
+            assert 0 < n_bytes <= sum(routing.nbytes for routing in sent) / 2 * 1.02
     for rows, routing in zip(got, sent, strict=True):
         assert (rows[:-1] == routing).all()
         assert (rows[-1] == 255).all()
@@ -489,6 +519,9 @@ def test_the_options_in_the_guide_are_those_of_the_code():
         ({"pp": 2, "stages": (1, 2, 3)}, "stages must be pp . vpp = 2 numbers"),
         ({"pp": 2, "stages": (1, 2), "num_layers": 4}, "have 3 layers, but num_layers is 4"),
         ({"first_dense": -1}, "first_dense must be in"),
+        ({"first_dense": 5, "num_layers": 4}, r"first_dense must be in \[0, 4\]"),
+        ({"num_layers": 0}, "0 layers do not go evenly"),
+        ({"pp": 2, "stages": (1, 2.5)}, "stages must be an integer"),
         ({"order": "tp-dp-pp"}, "order must name tp, cp, dp and pp once each"),
     ],
 )
@@ -509,6 +542,10 @@ def test_meshes_that_are_none(sizes, says):
         (5, {"n_micro": 1}, "items must be references, lengths or Items"),
         ([Item(5, ((5, 2),))], {"n_micro": 1}, "entry 0 of items has 5 tokens and units"),
         ([Item(5, ((1, 0),))], {"n_micro": 1}, "at least one row each"),
+        ([Item(5, ((2, 2), (1, 2)))], {"n_micro": 1}, "ascending positions"),
+        ([Item(-5)], {"n_micro": 1}, "entry 0 of items has -5 tokens"),
+        ([Item(2.5)], {"n_micro": 1}, "n_tokens must be an integer"),
+        ([SegmentRef(spool_id="x", session_id="s", view="lineage", n_tokens=5)], {"n_micro": 1}, "says n_rows=0"),
         ([5], {"n_micro": 0}, "n_micro must be at least 1"),
         ([5], {"max_tokens": 7}, "max_tokens=7 holds nothing: a micro-batch takes at least 8 rows"),
         ([5], {"n_micro": 1, "split": "zig"}, "split must be one of zigzag, contiguous, micro_batch"),
@@ -537,7 +574,9 @@ def test_misuse_of_a_plan_is_named():
     with pytest.raises(InputError, match=r"n_micro must be a multiple of pp=2.*pass 4"):
         plan([5], Mesh(pp=2, vpp=2, num_layers=8), n_micro=3)
     found = plan([5], Mesh(dp=2, cp=2), n_micro=1)
+    alike = plan([5, 6], Mesh(tp=2), n_micro=1, layout="padded").rank(0)
     for call, says in [
+        (lambda: alike.router_rows(alike.shares[0]), "part of every sequence"),
         (lambda: found.rank(4), r"rank must be in \[0, 4\)"),
         (lambda: found.rank(Place(cp=2)), "cp is 2"),
         (lambda: found.rank(0, chunk=1), r"chunk must be in \[0, 1\)"),

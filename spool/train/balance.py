@@ -15,8 +15,8 @@ from spool.errors import InputError
 Bins = list[list[int]]
 """For each bin the numbers of its items, ascending."""
 
-_MAX_CELLS = 1 << 24
-"""Items times bins beyond which largest differencing would take too much memory; the greedy is even there."""
+_MAX_CELLS = 1 << 22
+"""Items times bins beyond which largest differencing takes too long (0.5 s); the greedy alone is even there."""
 
 
 def partition(costs: np.ndarray, n_bins: int, *, equal_counts: bool = False) -> Bins:
@@ -130,15 +130,20 @@ def _loads(
 def _labels(
     leaves: Sequence[np.ndarray], merged: Sequence[tuple[int, int, np.ndarray]], n_items: int, n_bins: int
 ) -> np.ndarray:
+    """Follow the merges back: which bin of the last partition each item is in."""
     labels = np.zeros(n_items, np.int64)
-    names = {len(leaves) + len(merged) - 1: np.arange(n_bins, dtype=np.int32)}
-    for number in range(len(merged) - 1, -1, -1):
-        left, right, ranks = merged[number]
+    if not leaves:
+        return labels
+    waiting = {len(leaves) + len(merged) - 1: np.arange(n_bins, dtype=np.int32)}
+    for number in range(len(leaves) + len(merged) - 1, -1, -1):
+        names = waiting.pop(number)
+        if number < len(leaves):
+            labels[leaves[number]] = names[: len(leaves[number])]
+            continue
+        left, right, ranks = merged[number - len(leaves)]
         mine = np.empty(n_bins, np.int32)
-        mine[ranks] = names.pop(len(leaves) + number)
-        names[left], names[right] = mine, mine[::-1]
-    for number, leaf in enumerate(leaves):
-        labels[leaf] = names[number][: len(leaf)]
+        mine[ranks] = names
+        waiting[left], waiting[right] = mine, mine[::-1]
     return labels
 
 

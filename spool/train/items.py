@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from spool.arguments import listed, refused
+from spool.arguments import integer, listed, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
 
@@ -113,28 +113,38 @@ def items_of(values: object) -> list[Item]:
     """Return an item for each reference, length or item.
 
     Raises:
-        InputError: something else, a negative length, or units that are none; names the entry.
+        InputError: something else, a negative length, or units that do not fit; names the entry.
     """
     found = listed("items", values, (Integral, Ref, Item), "references, lengths or Items")
     return [_item(value, number) for number, value in enumerate(found)]
 
 
-def _item(value: object, number: int) -> Item:
-    if isinstance(value, Ref):
-        units = tuple((unit.position, unit.n_rows) for unit in value.units)
-        return Item(value.n_tokens, units)
-    if isinstance(value, bool) or (isinstance(value, Integral) and int(value) < 0):
+def _item(value: Any, number: int) -> Item:
+    if isinstance(value, bool) or (isinstance(value, Integral) and value < 0):
         raise refused("items", "references, lengths of at least 0 or Items", value, entry=number)
-    if not isinstance(value, Item):
-        return Item(int(value))  # type: ignore[call-overload]
-    stops = [-1, *(position for position, _ in value.units), value.n_tokens]
-    if any(a >= b for a, b in pairwise(stops)) or any(n < 1 for _, n in value.units):
+    if isinstance(value, Integral):
+        return Item(int(value))
+    if not isinstance(value, Ref):
+        return _checked(value, number)
+    item = _checked(Item(value.n_tokens, tuple((unit.position, unit.n_rows) for unit in value.units)), number)
+    if item.n_rows != value.n_rows:
         raise InputError(
-            f"entry {number} of items has {value.n_tokens} tokens and units {value.units}: they must be "
+            f"entry {number} of items says n_rows={value.n_rows}, but its tokens and units are {item.n_rows} rows: "
+            "this reference is damaged",
+            item=number, expected=item.n_rows, got=value.n_rows,
+        )  # fmt: skip
+    return item
+
+
+def _checked(item: Item, number: int) -> Item:
+    stops = [-1, *(position for position, _ in item.units), integer("n_tokens", item.n_tokens)]
+    if item.n_tokens < 0 or any(a >= b for a, b in pairwise(stops)) or any(n < 1 for _, n in item.units):
+        raise InputError(
+            f"entry {number} of items has {item.n_tokens} tokens and units {item.units}: they must be "
             "(position, n_rows) with ascending positions inside the tokens and at least one row each",
             item=number,
         )
-    return value
+    return item
 
 
 def costs_of(items: Sequence[Item], cost: Cost) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from spool.arguments import integer
 from spool.errors import ConfigError, InputError
@@ -61,9 +61,10 @@ class Mesh(Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if sorted(axis for axis in self.order.split("-") if axis != "ep") != sorted(_AXES):
             raise ConfigError(f"order must name tp, cp, dp and pp once each, joined by '-', got {self.order!r}")
-        if self.first_dense < 0 or (self.num_layers is not None and self.first_dense > self.num_layers):
-            raise ConfigError(f"first_dense must be in [0, num_layers={self.num_layers}], got {self.first_dense}")
+        force_setattr(self, "stages", tuple(self.stages))
         self._check_stages()
+        if integer("first_dense", self.first_dense) < 0 or self.first_dense > (self._n_layers or self.first_dense):
+            raise ConfigError(f"first_dense must be in [0, {self._n_layers}], the layers, got {self.first_dense}")
 
     @property
     def size(self) -> int:
@@ -93,24 +94,28 @@ class Mesh(Struct, frozen=True, kw_only=True):
         for name, value, size in (("pp", pp, self.pp), ("chunk", chunk, self.vpp)):
             if not 0 <= value < size:
                 raise InputError(f"{name} must be in [0, {size}) of this mesh, got {value}", got=value)
-        n_runs = self.pp * self.vpp
-        if self.num_layers is None and not self.stages:
+        if self._n_layers is None:
             return None
-        counts = self.stages or ((self.num_layers or 0) // n_runs,) * n_runs
-        stop = [*accumulate(counts)][chunk * self.pp + pp]
-        return stop - counts[chunk * self.pp + pp], stop
+        n_runs, run = self.pp * self.vpp, chunk * self.pp + pp
+        counts = self.stages or (self._n_layers // n_runs,) * n_runs
+        start = sum(counts[:run])
+        return start, start + counts[run]
+
+    @property
+    def _n_layers(self) -> int | None:
+        return sum(self.stages) if self.stages else self.num_layers
 
     def _check_stages(self) -> None:
         n_runs, n_layers = self.pp * self.vpp, self.num_layers
         if not self.stages:
             if n_runs > 1 and n_layers is None:
                 raise ConfigError(f"pp={self.pp} and vpp={self.vpp} share out layers: pass num_layers= or stages=")
-            if n_layers is not None and (n_layers < 1 or n_layers % n_runs):
+            if n_layers is not None and (integer("num_layers", n_layers) < 1 or n_layers % n_runs):
                 raise ConfigError(
                     f"{n_layers} layers do not go evenly into pp * vpp = {n_runs}: pass stages=, the layers of each"
                 )
             return
-        if len(self.stages) != n_runs or min(self.stages) < 0:
+        if len(self.stages) != n_runs or min(integer("stages", count) for count in self.stages) < 0:
             raise ConfigError(f"stages must be pp * vpp = {n_runs} numbers of layers, got {self.stages}")
         if n_layers not in (None, sum(self.stages)):
             raise ConfigError(f"stages {self.stages} have {sum(self.stages)} layers, but num_layers is {n_layers}")

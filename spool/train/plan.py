@@ -38,6 +38,8 @@ class RankPlan(Struct, frozen=True, kw_only=True):
         chunk: which of its model chunks this is for.
         stage: absolute layers that the chunk holds; None for all.
         first_dense: leading layers of the model without experts.
+        tp_parts: ``tp`` with sequence parallelism, else 1.
+        layout: of the plan.
         shares: one for each micro-batch, in the order they are trained.
     """
 
@@ -46,6 +48,8 @@ class RankPlan(Struct, frozen=True, kw_only=True):
     chunk: int
     stage: Range | None
     first_dense: int
+    tp_parts: int
+    layout: str
     shares: tuple[Share, ...]
 
     @property
@@ -60,6 +64,20 @@ class RankPlan(Struct, frozen=True, kw_only=True):
             return slice(self.first_dense, None)
         start, stop = self.stage
         return slice(min(max(start, self.first_dense), stop), stop)
+
+    def router_rows(self, share: Share) -> slice:
+        """Return the rows of a share that this rank's routers see: with sequence parallelism the part of its TP rank.
+
+        Raises:
+            InputError: with layout ``padded`` they are no run of rows, but part of each sequence.
+        """
+        if self.layout == "padded" and self.tp_parts > 1 and len(share.items) > 1:
+            raise InputError(
+                "layout='padded' with sequence parallelism gives each TP rank a part of every sequence, no run of rows: "
+                "plan with layout='packed', or reshape to [sequences, rows] and take the part of each"
+            )
+        n_rows, part = share.n_rows // self.tp_parts, self.place.tp % self.tp_parts
+        return slice(part * n_rows, (part + 1) * n_rows)
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -130,7 +148,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         ]
         return RankPlan(
             mini_batch=self.mini_batch, place=where, chunk=chunk, stage=self.mesh.layers(where.pp, chunk),
-            first_dense=self.mesh.first_dense, shares=tuple(shares),
+            first_dense=self.mesh.first_dense, tp_parts=self.mesh.tp if self.mesh.sequence_parallel else 1,
+            layout=self.layout, shares=tuple(shares),
         )  # fmt: skip
 
     def to_json(self) -> str:

@@ -7,9 +7,10 @@ Token, response and forward fields share that layout, so that row *i* of a share
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from typing import Literal, cast, get_args
+from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -140,38 +141,41 @@ def _place(piece: Piece, rows: np.ndarray, out: np.ndarray, align: str) -> None:
 def share_of(batch: MicroBatch, items: Sequence[Item], split: str, table: Table, cp: int, rank: int) -> Share:
     """Return what CP rank ``rank`` of ``cp`` holds of a micro-batch."""
     n_rows = batch.n_rows // cp
-    pieces, positions = [], []
-    to = begin = 0
-    for number, padded in enumerate((*batch.padded, batch.tail)):
-        real = batch.rows[number] if number < len(batch.items) else 0
-        ranges: Sequence[Range]
+    pieces, positions, to = [], [], 0
+    begins = accumulate(batch.padded, initial=0)
+    lengths = (*batch.padded, batch.tail)
+    for number, (begin, padded) in enumerate(zip(begins, lengths, strict=True)):
         if split == "micro_batch":
-            ranges = [(max(rank * n_rows - begin, 0), min((rank + 1) * n_rows - begin, padded))]
+            ranges = _clipped(rank * n_rows - begin, (rank + 1) * n_rows - begin, padded)
         else:
             ranges = table[padded][rank] if split == "custom" and padded else _ranges(split, padded, cp, rank)
         for start, stop in ranges:
-            if start >= stop:
-                continue
-            if start < real:
+            if number < len(batch.items) and start < batch.rows[number] and start < stop:
                 item = batch.items[number]
-                pieces.append(cut(items[item], item, (start, min(stop, real)), to))
+                pieces.append(cut(items[item], item, (start, min(stop, batch.rows[number])), to))
             positions.append((start, stop))
             to += stop - start
-        begin += padded
-    assert to == n_rows, "ranges of a split do not add up"
+    assert to == n_rows, "the ranges of a split do not add up"
     return Share(
         n_rows=n_rows, items=batch.items, pieces=tuple(pieces), positions=tuple(positions), rows=batch.rows,
         padded=batch.padded, tail=batch.tail,
     )  # fmt: skip
 
 
-def _ranges(split: str, n_rows: int, cp: int, rank: int) -> Sequence[Range]:
+def _clipped(start: int, stop: int, n_rows: int) -> tuple[Range, ...]:
+    start, stop = max(start, 0), min(stop, n_rows)
+    return ((start, stop),) if start < stop else ()
+
+
+def _ranges(split: str, n_rows: int, cp: int, rank: int) -> tuple[Range, ...]:
+    if not n_rows:
+        return ()
     if split == "contiguous" or cp == 1:
-        return [(rank * n_rows // cp, (rank + 1) * n_rows // cp)]
+        return ((rank * n_rows // cp, (rank + 1) * n_rows // cp),)
     part, other = n_rows // (2 * cp), 2 * cp - 1 - rank
     if other == rank + 1:
-        return [(rank * part, (other + 1) * part)]
-    return [(rank * part, (rank + 1) * part), (other * part, (other + 1) * part)]
+        return ((rank * part, (other + 1) * part),)
+    return (rank * part, (rank + 1) * part), (other * part, (other + 1) * part)
 
 
 def table_of(split: SplitFunction, lengths: Iterable[int], cp: int) -> Table:
@@ -184,21 +188,19 @@ def table_of(split: SplitFunction, lengths: Iterable[int], cp: int) -> Table:
 
 
 def _checked(given: object, n_rows: int, cp: int) -> tuple[tuple[Range, ...], ...]:
-    wanted = f"split({n_rows}, {cp}) must return, for each of {cp} ranks, ranges (start, stop) that together cover "
-    wanted += f"[0, {n_rows}) once, {n_rows // cp} rows a rank"
     try:
-        ranks = tuple(
-            tuple((int(start), int(stop)) for start, stop in ranges)
-            for ranges in cast("Sequence[Sequence[Range]]", given)
-        )
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{wanted}; got {given!r:.200}") from error
-    covered = sorted(part for ranges in ranks for part in ranges if part[0] != part[1])
-    ends = [0, *(stop for _, stop in covered)]
-    starts = [*(start for start, _ in covered), n_rows]
+        ranks = msgspec.convert(given, tuple[tuple[Range, ...], ...])
+    except msgspec.ValidationError:
+        ranks = ()
+    covered = sorted(part for ranges in ranks for part in ranges)
+    follow = all(before[1] == after[0] for before, after in pairwise([(0, 0), *covered, (n_rows, n_rows)]))
     even = all(sum(stop - start for start, stop in ranges) == n_rows // cp for ranges in ranks)
-    if len(ranks) != cp or starts != ends or not even or any(start > stop for start, stop in covered):
-        raise InputError(f"{wanted}; got {given!r:.200}", n_rows=n_rows)
+    if len(ranks) != cp or not follow or not even or any(start >= stop for start, stop in covered):
+        raise InputError(
+            f"split({n_rows}, {cp}) must return, for each of {cp} ranks, ranges (start, stop) that together cover "
+            f"[0, {n_rows}) once, {n_rows // cp} rows a rank and none of them empty; got {given!r:.200}",
+            n_rows=n_rows,
+        )
     return ranks
 
 
