@@ -521,7 +521,9 @@ def test_the_options_in_the_guide_are_those_of_the_code():
         ({"first_dense": -1}, "first_dense must be in"),
         ({"first_dense": 5, "num_layers": 4}, r"first_dense must be in \[0, 4\]"),
         ({"num_layers": 0}, "0 layers do not go evenly"),
-        ({"pp": 2, "stages": (1, 2.5)}, "stages must be an integer"),
+        ({"pp": 2, "stages": (1, 2.5)}, "stages must be numbers of layers.*entry 1 is float"),
+        ({"stages": 4}, "stages must be numbers of layers"),
+        ({"order": 4}, "order must be text"),
         ({"order": "tp-dp-pp"}, "order must name tp, cp, dp and pp once each"),
     ],
 )

@@ -16,7 +16,7 @@ Bins = list[list[int]]
 """For each bin the numbers of its items, ascending."""
 
 _MAX_CELLS = 1 << 22
-"""Items times bins beyond which largest differencing takes too long (0.5 s); the greedy alone is even there."""
+"""Items times bins beyond which largest differencing takes too long (1 s); the greedy alone is even there."""
 
 
 def partition(costs: np.ndarray, n_bins: int, *, equal_counts: bool = False) -> Bins:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from spool.arguments import integer
+from spool.arguments import integer, listed, text
 from spool.errors import ConfigError, InputError
 from spool.train.items import Range
 
@@ -59,12 +59,13 @@ class Mesh(Struct, frozen=True, kw_only=True):
         for name in (*_AXES, "vpp"):
             if integer(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if sorted(axis for axis in self.order.split("-") if axis != "ep") != sorted(_AXES):
+        if sorted(axis for axis in text("order", self.order).split("-") if axis != "ep") != sorted(_AXES):
             raise ConfigError(f"order must name tp, cp, dp and pp once each, joined by '-', got {self.order!r}")
-        force_setattr(self, "stages", tuple(self.stages))
+        force_setattr(self, "stages", tuple(listed("stages", self.stages, int, "numbers of layers, one for each run")))
         self._check_stages()
-        if integer("first_dense", self.first_dense) < 0 or self.first_dense > (self._n_layers or self.first_dense):
-            raise ConfigError(f"first_dense must be in [0, {self._n_layers}], the layers, got {self.first_dense}")
+        n_layers = self._n_layers
+        if integer("first_dense", self.first_dense) < 0 or (n_layers is not None and self.first_dense > n_layers):
+            raise ConfigError(f"first_dense must be in [0, {n_layers}], the layers, got {self.first_dense}")
 
     @property
     def size(self) -> int:
@@ -115,7 +116,7 @@ class Mesh(Struct, frozen=True, kw_only=True):
                     f"{n_layers} layers do not go evenly into pp * vpp = {n_runs}: pass stages=, the layers of each"
                 )
             return
-        if len(self.stages) != n_runs or min(integer("stages", count) for count in self.stages) < 0:
+        if len(self.stages) != n_runs or min(self.stages) < 0:
             raise ConfigError(f"stages must be pp * vpp = {n_runs} numbers of layers, got {self.stages}")
         if n_layers not in (None, sum(self.stages)):
             raise ConfigError(f"stages {self.stages} have {sum(self.stages)} layers, but num_layers is {n_layers}")

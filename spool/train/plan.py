@@ -73,8 +73,8 @@ class RankPlan(Struct, frozen=True, kw_only=True):
         """
         if self.layout == "padded" and self.tp_parts > 1 and len(share.items) > 1:
             raise InputError(
-                "layout='padded' with sequence parallelism gives each TP rank a part of every sequence, no run of rows: "
-                "plan with layout='packed', or reshape to [sequences, rows] and take the part of each"
+                "layout='padded' with sequence parallelism gives each TP rank a part of every sequence, not a run of "
+                "rows: plan with layout='packed', or reshape to [sequences, rows] and take the part of each"
             )
         n_rows, part = share.n_rows // self.tp_parts, self.place.tp % self.tp_parts
         return slice(part * n_rows, (part + 1) * n_rows)
