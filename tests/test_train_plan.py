@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import spool
@@ -303,6 +303,8 @@ def test_padding_is_decided_once():
     assert found.padding == pytest.approx(1 - 20 / 36)
     default = plan([5, 12, 3], Mesh(cp=2, tp=3), n_micro=1).batches[0][0]
     assert default.padded == (12, 12, 12)
+    empty = plan([5], Mesh(dp=2, cp=2), n_micro=1, sequence_multiple=12, split=thirds).batches[1][0]
+    assert (empty.items, empty.n_rows, empty.tail) == ((), 12, 12)
     padded = plan([5, 12, 3], Mesh(cp=2), n_micro=1, layout="padded").batches[0][0]
     assert (padded.padded, padded.tail) == ((12, 12, 12), 0)
 
@@ -338,6 +340,7 @@ def test_largest_differencing_beats_the_greedy_on_its_textbook_case():
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(1, 12))
+@example([0, 0, 0, 0], 3)
 def test_no_bin_is_empty_while_another_has_two(costs, n_bins):
     bins = balance.partition(np.array(costs, float), n_bins)
     assert sorted(item for found in bins for item in found) == list(range(len(costs)))
@@ -389,7 +392,8 @@ def test_layers_over_stages():
     ranks = [plan([9], mesh, n_micro=1).rank(Place(pp=pp)) for pp in range(4)]
     assert [rank.layers for rank in ranks] == [slice(0, 11), slice(11, 23), slice(23, 35), slice(35, 46)]
     assert [rank.moe_layers for rank in ranks][:2] == [slice(1, 11), slice(11, 23)]
-    assert Mesh(pp=2, num_layers=8, vpp=2).layers(1, 1) == (6, 8)
+    chunked = Mesh(pp=2, num_layers=8, vpp=2)
+    assert [chunked.layers(pp, chunk) for pp, chunk in product(range(2), range(2))] == [(0, 2), (4, 6), (2, 4), (6, 8)]
     assert Mesh(pp=2, stages=[3, 5]) == Mesh(pp=2, stages=(3, 5))
     dense = plan([9], Mesh(pp=2, stages=(2, 4), first_dense=3), n_micro=1)
     assert [dense.rank(Place(pp=pp)).moe_layers for pp in range(2)] == [slice(2, 2), slice(3, 6)]

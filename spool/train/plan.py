@@ -124,7 +124,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def padding(self) -> float:
-        """Share of all rows that are padding, in [0, 1]."""
+        """Part of all rows that is padding, in [0, 1]."""
         n_rows = sum(batch.n_rows for batches in self.batches for batch in batches)
         return 1 - sum(item.n_rows for item in self.items) / n_rows if n_rows else 0.0
 
