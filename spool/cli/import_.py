@@ -37,8 +37,9 @@ def command(source: str, location: str | None, form: str | None, dry_run: bool, 
     Links to folders are not followed, and said. stderr also says how many sessions have messages only, since their
     source has no token ids.
 
-    The tokens of a routing archive after its last assistant turn belong to no step and are not recorded; stderr says of
-    which sessions, and how many.
+    A routing archive has token_ids, routed_experts [tokens, layers, topk], and of each turn turn_role,
+    turn_content_start and turn_content_end; logprobs where they are known. Tokens after the last assistant turn belong
+    to no step and are not recorded; stderr says of which sessions, and how many.
     """
     if location is None and default_location() is None and not dry_run:
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
