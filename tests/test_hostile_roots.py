@@ -191,7 +191,7 @@ def test_a_process_that_is_stopped_with_the_lock_holds_nobody_up_for_ever(sp, tm
     with open(tmp_path / "hot" / "cold.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_SH)
         began = time.monotonic()
-        with pytest.raises(spool.LockedError, match="cold.lock"), turns.turn(f"{tmp_path}/hot", alone=True):
+        with pytest.raises(spool.LockedError, match=r"cold\.lock"), turns.turn(f"{tmp_path}/hot", alone=True):
             raise AssertionError
         assert time.monotonic() - began < 5
 
