@@ -33,7 +33,7 @@ PAGE = 64
 FETCHES = 8
 """Of those, how many are fetched at a time."""
 
-_LISTINGS = 8
+_LISTINGS = 32
 _KEPT_BYTES = 64 << 20
 FACT_STREAM = "facts-"
 
@@ -158,6 +158,8 @@ class ColdFeeder:
                 for _ in range(_LISTINGS):
                     if self._look():
                         break  # else an object went between listing and reading: it was rolled up, so list again
+                else:
+                    raise StorageError(f"{self.objects.url} changes faster than it can be listed; try again")
                 self._looked_at = time.monotonic()
             return self.problems()
 
@@ -213,8 +215,8 @@ class ColdFeeder:
         found = self._get(IDENTITY)
         if found is None or found != self._identity:
             raise StorageError(
-                f"{self.objects.url} {'has no' if found is None else 'has another'} {IDENTITY} than before: it was "
-                "emptied, or something else is mounted there; nothing is forgotten until what was there is back"
+                f"{self.objects.url} {'has no' if found is None else 'has another'} {IDENTITY} now: it was emptied, or "
+                "something else is mounted there; nothing is forgotten until what was there is back"
             )
 
     def _is_damaged(self, found: ObjectInfo) -> bool:

@@ -118,8 +118,8 @@ class Objects(Protocol):
     def list(self, prefix: str) -> list[ObjectInfo]:
         """Return all objects whose keys start with ``prefix``, sorted by key, as they are now: nothing is cached.
 
-        Of an object that is put, with a later key, in the place of others that are deleted then, and these, at least
-        one is listed.
+        Where an object is put, with a later key, in the place of others that are deleted then, it or they are listed:
+        what is deleted meanwhile may be.
         """
         ...
 

@@ -17,7 +17,6 @@ from spool.stores.threads import Threads
 
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAKE_TRIES = 5
-_LISTINGS = 8
 
 T = TypeVar("T")
 
@@ -167,28 +166,20 @@ class SharedFolder:
         top = prefix.rpartition("/")[0]
         if top:
             check_key(top)
-        names = self._named(top, prefix)
-        # one listing may miss both a file that is deleted meanwhile and the one that was put in its place before
-        for _ in range(_LISTINGS):
-            before, names = names, self._named(top, prefix)
-            if before.keys() <= names.keys():
-                break
-        found = []
-        for key, entry in names.items():
-            with contextlib.suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                found.append(ObjectInfo(key, status.st_size, status.st_mtime))
+        # one look may miss both a file that is deleted meanwhile and the one that was put in its place just before, but
+        # what is put after the second look began is in place of files that were there all through the first
+        found = {info.key: info for _ in range(2) for info in self._look(top, prefix)}
         self._observer("list", prefix, 0, time.monotonic() - began)
-        return sorted(found)
+        return sorted(found.values())
 
-    def _named(self, top: str, prefix: str) -> dict[str, os.DirEntry[str]]:
-        """Return the files that are objects, by key; a name that is no text is none."""
+    def _look(self, top: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the files that are objects; one whose name is no text is none."""
         whole = f"{self._folder}/{prefix}"
-        return {
-            path[len(self._folder) + 1 :]: entry
-            for path, entry in self._walk(os.path.join(self._folder, top), whole)
-            if path.startswith(whole) and not entry.name.startswith(".") and _is_text(path)
-        }
+        for path, entry in self._walk(os.path.join(self._folder, top), whole):
+            if path.startswith(whole) and not entry.name.startswith(".") and _is_text(path):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(path[len(self._folder) + 1 :], status.st_size, status.st_mtime)
 
     def _walk(self, folder: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
         """Yield the files below ``folder``, at least those under ``prefix``; what vanishes meanwhile is left out."""
