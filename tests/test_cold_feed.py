@@ -226,7 +226,7 @@ def test_deleted_packs_in_a_roll_up_stay_forgotten(objects):
 
 def test_fact_files_are_rolled_up_and_say_the_same(cold, tmp_path, monkeypatch):
     monkeypatch.setattr(rollup, "OBJECTS_ROLLED", 8)
-    with spool.open(location(tmp_path / "hot", cold)) as sp, spool.open(cold) as trainer:
+    with spool.open(location(tmp_path / "hot", cold, retention="keep")) as sp, spool.open(cold) as trainer:
         refs = record(sp, "one")
         sp.publish(refs, timeout_s=120)
         for number in range(8):
