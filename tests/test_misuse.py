@@ -661,4 +661,4 @@ def test_a_dtype_that_is_close_is_suggested(dtype, meant):
 
 def test_the_module_shows_its_own_names_only():
     shown = {name for name in dir(spool) if not name.startswith("__")}
-    assert shown == {*spool.__all__, "engines", "importers", "testing"}
+    assert shown == {*spool.__all__, "engines", "importers", "testing", "train"}

@@ -12,8 +12,7 @@ from spool.arguments import instance, integer, names, one_of, optional, refused
 from spool.errors import InputError
 from spool.formats.arrays import Ragged
 from spool.formats.layers import bounds
-from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, expert_field, numpy_dtype
-from spool.model.moe import MoEShape, models
+from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, numpy_dtype
 from spool.model.refs import Ref
 from spool.read.fetch import Verify
 from spool.read.lookup import names_of
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spool.handle import Spool
+    from spool.model.moe import MoEShape
     from spool.read.sample import Sample
 
 _DERIVED = frozenset({VERSIONS.name, STALENESS.name})
@@ -88,7 +88,7 @@ def restore(
         fields: names, as `Spool.read` takes them, and ``weight_versions`` or ``staleness``; all that any reference has
             where None.
         lengths: where ``refs`` has None ``(n_tokens, response_length)``, else None.
-        experts: the routing shape, needed only where no reference has routing and one failed.
+        experts: the routing shape, needed only where no reference has routing.
         rank_slice: the tokens and layers of one rank; sequences are counted in tokens, not in rows of units.
         framework: ``numpy`` or ``torch``.
         device: of torch. The stored, narrow bytes are copied there, and widened there.
@@ -111,7 +111,7 @@ def restore(
     """
     convert = converter(framework, device)
     rules = _rules(layout, framework, rank_slice, missing, mask_versions)
-    shape, asked = _expert_spec(experts), optional(names, "fields", fields)
+    shape, asked = gaps.expert_spec(experts), optional(names, "fields", fields)
     entries, reasons = entries_of(refs, lengths), check_drop(drop)
     order = version_order([entry.ref for entry in entries], version)
     _check_staleness(order, mask_versions, optional(integer, "max_staleness", max_staleness))
@@ -120,14 +120,7 @@ def restore(
     plan = _plan(spool, entries, asked, shape, missing, order)
     routing = None
     if lazy and ROUTED_EXPERTS in plan.specs:
-        refs, lengths = (
-            [None if entry.failed else entry.ref for entry in entries],
-            [_lengths(entry) for entry in entries],
-        )
-        routing = LazyRouting(
-            spool, refs, lengths=lengths, experts=experts, rank_slice=rules.rank, framework=framework, device=device,
-            missing="error" if missing == "error" else "arange", verify=verify,
-        )  # fmt: skip
+        routing = _lazy(spool, entries, rules, experts=experts, framework=framework, device=device, verify=verify)
         plan = plan.without(ROUTED_EXPERTS)
     batch = _read(spool, entries, plan, rules, order, verify)
     made = layouts.formed(batch, layout, convert, as_torch=framework == "torch")
@@ -138,8 +131,15 @@ def restore(
     return made
 
 
-def _lengths(entry: Entry) -> tuple[int, int] | None:
-    return (entry.ref.n_tokens, entry.ref.response_length) if entry.failed else None
+def _lazy(spool: Spool, entries: Sequence[Entry], rules: _Rules, **options: Any) -> LazyRouting:
+    return LazyRouting(
+        spool,
+        [None if entry.failed else entry.ref for entry in entries],
+        lengths=[(entry.ref.n_tokens, entry.ref.response_length) if entry.failed else None for entry in entries],
+        rank_slice=rules.rank,
+        missing="error" if rules.missing == "error" else "arange",
+        **options,
+    )
 
 
 class _Rules(NamedTuple):
@@ -177,13 +177,6 @@ def _check_staleness(order: VersionOrder, mask_versions: Any, max_staleness: int
         raise InputError(f"{name} counts from the current weights; say which these are (version=)", argument="version")
 
 
-def _expert_spec(experts: object) -> FieldSpec | None:
-    if experts is None:
-        return None
-    shape = models[experts] if isinstance(experts, str) else experts
-    return expert_field(instance("experts", shape, MoEShape, "a MoEShape or the name of a model"))
-
-
 class _Plan(NamedTuple):
     """What is to be in a batch.
 
@@ -216,15 +209,14 @@ def _plan(
     refs = [entry.ref for entry in entries if not entry.failed]
     chosen = _names(refs, asked, shape, order)
     stored = [name for name in chosen if name not in _DERIVED and name != LOSS_MASK.name]
-    found = iter(spool.coverage(refs, stored))
+    found = iter(gaps.covers_of(spool, refs, stored, shape))
     covers = [{} if entry.failed else next(found) for entry in entries]
     known = {spec.name: spec for spec in (TOKEN_IDS, LOGPROBS, _MASK, VERSIONS, STALENESS)}
     known |= {} if shape is None else {ROUTED_EXPERTS: shape}
     for entry, fields in zip(entries, covers, strict=True):
         for name, cover in fields.items():
             known[name] = cover.spec
-            if missing != "error":
-                gaps.check_gaps(entry.ref, cover, missing)
+            gaps.check_gaps(entry.ref, cover, missing)
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise InputError(
@@ -254,7 +246,9 @@ def _names(refs: Sequence[Ref], asked: Sequence[str] | None, shape: FieldSpec | 
     if clash:
         raise InputError(f"a recorded field is called {clash[0]}, as what a batch says of versions; name fields=")
     if not refs:
-        found |= dict.fromkeys([LOGPROBS.name] + ([] if shape is None else [ROUTED_EXPERTS]))
+        found[LOGPROBS.name] = None
+    if shape is not None:
+        found[ROUTED_EXPERTS] = None
     return [*found, VERSIONS.name, *([] if order.current is None else [STALENESS.name])]
 
 
@@ -333,6 +327,8 @@ def _samples(
     """Return what is recorded of each entry, in one read; None for failed samples."""
     refs = [entry.ref for entry in entries if not entry.failed]
     rank = rules.rank
+    if not gaps.have_routing(refs):
+        fields = [name for name in fields if name != ROUTED_EXPERTS]
     tokens = [[slice(*each) for each in rank.ranges(ref.n_tokens)] for ref in refs]
     samples = iter(
         spool.read(
@@ -341,7 +337,7 @@ def _samples(
             tokens=tokens,
             layers=rank.layers,
             dtype="stored" if late else "train",
-            missing="error" if rules.missing == "error" else 0,
+            missing=0,
             verify=verify,
         )
     )
@@ -374,5 +370,5 @@ def _clear(
     if old is not None:
         mask[old[place.at]] = 0
     for found in covers.values():
-        if found.gaps:
+        if found.gaps and rules.missing == "mask":
             mask[gaps.untrained(place.entry.ref, found)[place.at]] = 0

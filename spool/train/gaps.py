@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from spool.arguments import instance
 from spool.errors import GapError
 from spool.formats.layers import bounds
-from spool.model.fields import TOKEN_IDS
+from spool.model.fields import ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, expert_field
+from spool.model.moe import MoEShape, models
+from spool.read.sample import Coverage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from spool.model.fields import FieldSpec
+    from spool.handle import Spool
     from spool.model.refs import Ref
-    from spool.read.sample import Coverage
 
 Missing = Literal["error", "arange", "mask"]
 """Refuse gaps; put consecutive experts for missing routing; or do that, and take what hangs on it out of training."""
+
+
+def expert_spec(experts: object) -> FieldSpec | None:
+    """Return the spec of the routing that ``experts`` names; None for None.
+
+    Raises:
+        InputError: it is no shape.
+        NotFoundError: no model is called like that.
+    """
+    if experts is None:
+        return None
+    shape = models[experts] if isinstance(experts, str) else experts
+    return expert_field(instance("experts", shape, MoEShape, "a MoEShape or the name of a model"))
+
+
+def covers_of(
+    spool: Spool, refs: Sequence[Ref], names: Sequence[str], experts: FieldSpec | None
+) -> list[dict[str, Coverage]]:
+    """Return what of each reference's fields was never sent; of routing, ``experts`` says what it is if nobody else.
+
+    Raises:
+        NotFoundError: nobody knows a field.
+    """
+    told = experts is not None and ROUTED_EXPERTS in names and not have_routing(refs)
+    found = spool.coverage(refs, [name for name in names if not (told and name == ROUTED_EXPERTS)])
+    if told and experts is not None:
+        for ref, covers in zip(refs, found, strict=True):
+            covers[ROUTED_EXPERTS] = Coverage(experts, ((0, ref.n_rows - 1),) if ref.n_rows > 1 else ())
+    return found
+
+
+def have_routing(refs: Iterable[Ref]) -> bool:
+    """Return whether any of the references has rows of routing."""
+    return any(ROUTED_EXPERTS in ref.extents or ROUTED_EXPERTS in ref.inline for ref in refs)
 
 
 def has_experts(spec: FieldSpec) -> bool:
@@ -51,24 +87,23 @@ def consecutive(spec: FieldSpec, rows: NDArray[np.int64], layers: slice | None =
 
 
 def check_gaps(ref: Ref, found: Coverage, missing: Missing) -> None:
-    """Refuse gaps for which nothing can stand.
+    """Refuse gaps for which nothing may stand, wherever in the sequence they are, so that all ranks do.
 
     Raises:
         GapError: ``arange`` is for expert ids only; nothing stands for token ids, and for a step's value.
     """
     spec = found.spec
     hopeless = spec.name == TOKEN_IDS.name or spec.align == "step"
-    if not found.gaps or (missing == "arange" and has_experts(spec)) or (missing == "mask" and not hopeless):
+    ways = [] if hopeless else ["mask"]
+    if has_experts(spec):
+        ways.insert(0, "arange")
+    if not found.gaps or missing in ways:
         return
     name, (start, stop) = str(getattr(ref, "id", ref.session_id)), found.gaps[0]
-    what = (
-        "leave the field out (fields=)"
-        if hopeless
-        else "pass missing='mask' to take what hangs on them out of training"
-    )
+    hint = f"pass missing={' or '.join(map(repr, ways))}, " if ways else ""
     raise GapError(
-        f"{name}: {spec.name} was never sent for positions [{start}, {stop}), and missing={missing!r} has nothing to "
-        f"stand for it; {what}, or drop the segment",
+        f"{name}: {spec.name} was never sent for positions [{start}, {stop}){', ...' if len(found.gaps) > 1 else ''}; "
+        f"{hint}leave the field out (fields=), or the segment",
         field=spec.name, ref=name, rows=[list(gap) for gap in found.gaps[:16]], n_gaps=len(found.gaps),
     )  # fmt: skip
 

@@ -13,8 +13,7 @@ import numpy as np
 from spool.arguments import integer, one_of, refused
 from spool.errors import InputError
 from spool.formats.layers import bounds
-from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field, numpy_dtype
-from spool.model.moe import MoEShape, models
+from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.model.refs import Ref
 from spool.read.fetch import Verify
 from spool.train import gaps
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spool.handle import Spool
+    from spool.model.moe import MoEShape
     from spool.read.sample import Coverage
 
 BUDGET_BYTES = 16 << 20
@@ -125,7 +125,7 @@ class LazyRouting:
         sp: an open spool, or its URI.
         refs: of the micro-batch, in its order; None for a sample that failed.
         lengths: where ``refs`` has None ``(n_tokens, response_length)``, else None.
-        experts: the routing shape, needed only where every sample failed.
+        experts: the routing shape, needed only where no reference has routing.
         rank_slice: the rank's part of sequences, in rows of the forward, and its layers.
         tp_rank, tp_size, pad_to: as `replay_rows` takes them.
         framework: ``torch`` or ``numpy``.
@@ -170,9 +170,9 @@ class LazyRouting:
         rank = WHOLE if rank_slice is None else rank_slice
         entries = entries_of(refs, lengths)
         self._spool = handle(sp)
-        self._missing, self._verify, self._ahead = missing, verify, ahead
+        self._verify, self._ahead = verify, ahead
         self._refs = [None if entry.failed else entry.ref for entry in entries]
-        self._covers = self._look(experts)
+        self._covers = self._look(gaps.expert_spec(experts), missing)
         rows = [entry.ref.n_rows for entry in entries]
         self._pieces = replay_rows(rows, rank, tp_rank=tp_rank, tp_size=tp_size, pad_to=pad_to)
         self.n_rows = sum(piece.stop - piece.start for piece in self._pieces)
@@ -181,20 +181,18 @@ class LazyRouting:
         self._group = max(1, budget_bytes // (2 * max(layer_bytes, 1)))
         self._held: dict[int, Future[list[NDArray[Any]]]] = {}
 
-    def _look(self, experts: MoEShape | str | None) -> list[Coverage | None]:
+    def _look(self, experts: FieldSpec | None, missing: gaps.Missing) -> list[Coverage | None]:
         """Return what of the routing is missing, for each sample; learn what it looks like."""
         refs = [ref for ref in self._refs if ref is not None]
-        found = [covers.get(ROUTED_EXPERTS) for covers in self._spool.coverage(refs, [ROUTED_EXPERTS])]
-        spec = next((cover.spec for cover in found if cover is not None), None)
-        if spec is None and experts is not None:
-            spec = expert_field(models[experts] if isinstance(experts, str) else experts)
+        found = [covers.get(ROUTED_EXPERTS) for covers in gaps.covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
+        spec = next((cover.spec for cover in found if cover is not None), experts)
         if spec is None or not gaps.has_experts(spec):
             raise InputError("no reference says what the routing looks like; pass experts=")
         self._spec: FieldSpec = spec
-        if self._missing == "error":
-            for ref, cover in zip(refs, found, strict=True):
-                if cover is not None:
-                    gaps.check_gaps(ref, cover, "error")
+        self._recorded = gaps.have_routing(refs)
+        for ref, cover in zip(refs, found, strict=True):
+            if cover is not None:
+                gaps.check_gaps(ref, cover, missing)
         known = iter(found)
         return [None if ref is None else next(known) for ref in self._refs]
 
@@ -241,7 +239,11 @@ class LazyRouting:
         """Return the rows of a group of layers, and begin to read the next one."""
         held, behind = self._held, number + step
         self._held = {each: held[each] for each in (number, behind) if each in held}
-        found = self._held[number].result() if number in held else self._fetch(number)
+        try:
+            found = held[number].result() if number in held else self._fetch(number)
+        except BaseException:
+            self.release()
+            raise
         self._held[number] = _done(found)
         if self._ahead and behind not in held and 0 <= behind * self._group < len(self.layers):
             self._ahead_of(behind)
@@ -255,28 +257,34 @@ class LazyRouting:
         """Read the stored rows of each piece for the layers of a group; narrow, ``[rows, layers, K]``."""
         first = self.layers.start + number * self._group
         layers = slice(first, min(first + self._group, self.layers.stop))
-        wanted = [
-            (piece, ref, *tokens_of(ref, piece.start, piece.stop))
-            for piece in self._pieces
-            if (ref := self._ref(piece)) is not None
-        ]
-        samples = self._spool.read(
-            [ref for _, ref, _, _ in wanted],
-            fields=[ROUTED_EXPERTS],
-            tokens=[tokens for _, _, tokens, _ in wanted],
-            layers=layers,
-            dtype="stored",
-            missing="error" if self._missing == "error" else 0,
-            verify=self._verify,
-        )
-        found = []
-        for (piece, _, _, skipped), sample in zip(wanted, samples, strict=True):
-            rows = sample[ROUTED_EXPERTS][skipped : skipped + piece.stop - piece.start]
+        recorded = [piece for piece in self._pieces if self._ref(piece) is not None]
+        found = self._read(recorded, layers) if self._recorded else self._nothing(recorded, layers)
+        for piece, rows in zip(recorded, found, strict=True):
             cover = self._covers[piece.sample]
             if cover is not None and cover.gaps:
                 gaps.fill(rows, np.arange(piece.start, piece.stop), cover, ids=True, layers=layers)
-            found.append(rows)
         return found
+
+    def _read(self, pieces: Sequence[Piece], layers: slice) -> list[NDArray[Any]]:
+        refs = [ref for piece in pieces if (ref := self._ref(piece)) is not None]
+        places = [tokens_of(ref, piece.start, piece.stop) for ref, piece in zip(refs, pieces, strict=True)]
+        samples = self._spool.read(
+            refs,
+            fields=[ROUTED_EXPERTS],
+            tokens=[tokens for tokens, _ in places],
+            layers=layers,
+            dtype="stored",
+            missing=0,
+            verify=self._verify,
+        )
+        return [
+            sample[ROUTED_EXPERTS][skipped : skipped + piece.stop - piece.start]
+            for piece, sample, (_, skipped) in zip(pieces, samples, places, strict=True)
+        ]
+
+    def _nothing(self, pieces: Sequence[Piece], layers: slice) -> list[NDArray[Any]]:
+        shape = (layers.stop - layers.start, *self._spec.shape[1:])
+        return [np.zeros((piece.stop - piece.start, *shape), numpy_dtype(self._spec.dtype)) for piece in pieces]
 
     def _ref(self, piece: Piece) -> Ref | None:
         return None if piece.sample < 0 else self._refs[piece.sample]

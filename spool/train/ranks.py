@@ -55,10 +55,6 @@ class RankSlice(Struct, frozen=True, kw_only=True):
         return [(min(start, n), min(max(start, stop), n)) for start, stop in self.parts(n)]
 
 
-WHOLE = RankSlice()
-"""All of every sequence."""
-
-
 def check_rank(kind: str, rank: object, size: object) -> None:
     """Refuse a rank that is not one of so many.
 
@@ -69,3 +65,7 @@ def check_rank(kind: str, rank: object, size: object) -> None:
         raise refused(f"{kind}_size", "at least 1", size)
     if not 0 <= integer(f"{kind}_rank", rank) < integer(f"{kind}_size", size):
         raise refused(f"{kind}_rank", f"one of 0 to {kind}_size - 1", rank)
+
+
+WHOLE = RankSlice()
+"""All of every sequence."""
