@@ -9,6 +9,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import SHAPE, add, counting, probabilities, routing, session
@@ -17,10 +18,8 @@ from tiers import record
 
 import spool
 from spool.formats.arrays import Ragged
-from spool.train import LazyRouting, RankSlice, restore, staleness, token_versions, version_order
+from spool.train import LazyRouting, RankSlice, restore, staleness, tensors, token_versions, version_order
 from spool.train.lazy import replay_rows
-
-torch = pytest.importorskip("torch")
 
 N_LAYERS, N_EXPERTS, TOPK = SHAPE.num_layers, SHAPE.num_experts, SHAPE.topk
 ABSENT = 77_777
@@ -115,11 +114,11 @@ def record_turns(sp, drawn, first):
 @given(
     sessions=st.lists(turns, min_size=1, max_size=3),
     layout=st.sampled_from(["slime", "miles", "verl", "nested", "packed"]),
-    framework=st.sampled_from(["numpy", "torch"]),
+    target=st.sampled_from([{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}]),
     mask_versions=st.sampled_from(["all", "last", 0, 4]),
     cuts=st.lists(st.integers(0, 30), min_size=3, max_size=3),
 )
-def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, framework, mask_versions, cuts):
+def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, target, mask_versions, cuts):
     sp = shared_sp
     refs = [ref for i, drawn in enumerate(sessions) for ref in record_turns(sp, drawn, 10_000 * i)]
     refs = [ref.head(max(ref.n_tokens - cut, 0)) for ref, cut in zip(refs, cuts, strict=False)]
@@ -127,7 +126,7 @@ def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, f
     expected = [plain(sp, ref, "mask", mask_versions, 11, lacking) for ref in refs]
     fields = ["token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions", "staleness"]
     options = {"missing": "mask", "mask_versions": mask_versions, "version": 11, "fields": fields}
-    batch = restore(sp, refs, layout, framework=framework, experts=SHAPE, **options)
+    batch = restore(sp, refs, layout, experts=SHAPE, **target, **options)
     if layout == "packed":
         check_packed(batch, refs, expected)
         return
@@ -236,13 +235,33 @@ def test_routing_of_any_width_comes_back(sp, n_experts, stored, layout):
     s.append(prompt_token_ids=[1, 2], response_token_ids=[3], routed_experts=sent)
     (ref,) = s.finalize()
     assert sp.read(ref, dtype="stored")["routed_experts"].dtype == stored
-    for framework in ("numpy", "torch"):
-        batch = restore(sp, [ref], layout, framework=framework)
+    for target in ({}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}):
+        batch = restore(sp, [ref], layout, **target)
         name = LISTS.get(layout, LISTS["nested"])[3]
         got = as_numpy(batch[name])[:2] if layout == "packed" else parts(batch[name])[0]
         assert_array_equal(got, sent)
         wanted = {"uint8": np.uint8, "uint16": np.int16, "uint32": np.int32}[stored] if layout == "verl" else np.int32
         assert got.dtype == wanted
+
+
+def test_narrow_bytes_are_what_travels_to_a_device(sp, monkeypatch):
+    s = session(sp)
+    add(s, counting(5), counting(4, 20))
+    refs, moved, convert = s.finalize(), [], tensors.tensor
+    monkeypatch.setattr(
+        tensors, "tensor", lambda array, *to: moved.append((array.dtype, array.ndim)) or convert(array, *to)
+    )
+    for layout in ("slime", "nested", "packed"):
+        del moved[:]
+        batch = restore(sp, refs, layout, framework="torch", device="meta", fields=["routed_experts"])
+        rows = batch[LISTS.get(layout, LISTS["nested"])[3]]
+        rows = rows[0] if isinstance(rows, list) else rows
+        assert (rows.device.type, rows.dtype) == ("meta", torch.int32)
+        assert [dtype for dtype, n_dims in moved if n_dims > 1] == [np.uint8]
+    lazy = restore(sp, refs, framework="torch", device="meta", lazy=True)["rollout_routed_experts"]
+    del moved[:]
+    assert lazy.read(1).device.type == "meta"
+    assert moved == [(np.uint8, 2)]
 
 
 def test_logprobs_keep_their_bits(sp):
@@ -405,7 +424,7 @@ def test_a_head_is_every_field_cut_together(sp):
         assert part.head(n) is part
         exact = ref.head(n, fields=SPECS)
         assert all(each.n_tokens == n for each in (part, exact))
-        assert_array_equal(sp.read(exact)["value"], whole["value"][:n])
+        assert_array_equal(sp.read(exact).get("value", whole["value"][:0]), whole["value"][:n])
         assert sum(extent.n for extent in exact.extents.get("value", ())) == n
     assert ref.head(8) is ref
     assert (ref.head(4).key, ref.head(4).head(2).key) == (ref.key, ref.key)
@@ -491,6 +510,21 @@ def test_a_gap_in_a_units_rows_takes_the_next_token_out(sp):
     assert ref.n_rows == 10
     assert restore(sp, ref, missing="mask")["loss_masks"][0].tolist() == [1, 0, 0, 0]
     assert restore(sp, ref, missing="arange")["loss_masks"][0].tolist() == [1, 0, 1, 1]
+
+
+def test_coverage_says_what_was_never_sent(sp):
+    ref, other = with_gap(sp), with_fields(sp, "a", 6)
+    first, second = sp.coverage([ref, other])
+    assert first["routed_experts"].gaps == ((4, 7),)
+    assert first["routed_experts"].spec.bound == N_EXPERTS
+    assert (first["token_ids"].gaps, first["logprobs"].gaps) == ((), ())
+    assert set(first) == {"token_ids", "logprobs", "routed_experts"}
+    assert second["kept_ids"].spec.ragged
+    assert sp.coverage([ref, other], ["value"])[0]["value"].gaps == ((0, 8),)
+    sp.attach(other, judged=np.zeros(6, np.float32))
+    assert sp.coverage([other], ["judged"])[0]["judged"].spec.align == "token"
+    with pytest.raises(spool.NotFoundError, match="nothing"):
+        sp.coverage([ref], ["nothing"])
 
 
 # -- gaps --------------------------------------------------------------------------------------------------------------
@@ -913,6 +947,7 @@ def test_damage_and_deletion_are_told(tmp_path):
         sp.release(ref)
         for _ in range(2):
             sp.gc()
+        lazy.release()
         for call in (lambda: restore(sp, ref), lambda: lazy.read(2)):
             with pytest.raises(spool.ReleasedError):
                 call()

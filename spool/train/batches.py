@@ -57,7 +57,7 @@ def restore(
     lazy: bool = False,
     verify: Verify = "whole",
 ) -> dict[str, Any]:
-    """Return a batch in the form of a trainer; rows that several references share are read once.
+    """Return a batch in the form of a trainer: one read, in which rows that references share are fetched once.
 
     Every array is writable, C-contiguous, and shares memory with no other. Of the response region are loss masks,
     log probabilities (float32, 0.0 on observations), weight versions and staleness, but for ``nested`` and ``packed``,
@@ -91,7 +91,7 @@ def restore(
         experts: the routing shape, needed only where no reference has routing.
         rank_slice: the tokens and layers of one rank; sequences are counted in tokens, not in rows of units.
         framework: ``numpy`` or ``torch``.
-        device: of torch. The stored, narrow bytes are copied there, and widened there.
+        device: of torch: stored, narrow bytes are copied there, and widened there. Where None tensors are on the CPU.
         missing: rows that were never sent: ``error``; ``arange``, consecutive experts stand for missing routing;
             ``mask``, that too, 0 for other fields, and tokens are not trained that have no row, or that the forward
             predicted of which there is none.
@@ -110,7 +110,7 @@ def restore(
         NotFoundError, ReleasedError, IntegrityError, StorageError: as `Spool.read`.
     """
     convert = converter(framework, device)
-    rules = _rules(layout, framework, rank_slice, missing, mask_versions)
+    rules = _rules(layout, framework, device, rank_slice, missing, mask_versions)
     shape, asked = gaps.expert_spec(experts), optional(names, "fields", fields)
     entries, reasons = entries_of(refs, lengths), check_drop(drop)
     order = version_order([entry.ref for entry in entries], version)
@@ -150,7 +150,8 @@ class _Rules(NamedTuple):
         missing: what stands for gaps.
         mask_versions: whose tokens train.
         ids: whether consecutive experts stand for missing routing, or -1.
-        widen_late: whether rows are read as they are stored, and widened when the batch takes its form.
+        widen_late: whether rows are read as they are stored, and widened when the batch takes its form: on a device,
+            or when they are put together.
     """
 
     rank: RankSlice
@@ -160,14 +161,17 @@ class _Rules(NamedTuple):
     widen_late: bool
 
 
-def _rules(layout: Layout, framework: Framework, rank_slice: Any, missing: Missing, mask_versions: Any) -> _Rules:
+def _rules(
+    layout: Layout, framework: Framework, device: Any, rank_slice: Any, missing: Missing, mask_versions: Any
+) -> _Rules:
     one_of("layout", layout, get_args(Layout))
     one_of("missing", missing, get_args(Missing))
     if mask_versions not in ("all", "last") and (type(mask_versions) is not int or mask_versions < 0):
         raise refused("mask_versions", "all, last, or how many versions behind a token may be", mask_versions)
     rank = WHOLE if rank_slice is None else instance("rank_slice", rank_slice, RankSlice, "a RankSlice")
     form = layouts.FORMS[layout]
-    late = framework == "torch" or form.joined == "packed" or layout == "verl"
+    joins = form.joined == "packed" or (form.joined == "jagged" and framework == "torch")
+    late = joins or device is not None or layout == "verl"
     return _Rules(rank, missing, mask_versions, missing != "mask" or form.lacking == "consecutive", late)
 
 
