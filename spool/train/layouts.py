@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from spool.model.refs import Ref
     from spool.train.entries import Entry
-    from spool.train.tensors import Convert
+    from spool.train.tensors import Convert, Framework
 
 Layout = Literal["slime", "miles", "verl", "nested", "packed"]
 Joined = Literal["lists", "jagged", "packed"]
@@ -40,6 +40,7 @@ class Form(NamedTuple):
         dtypes: dtypes that are not those of the field's spec.
         region: fields of all tokens of which only those of the response region are given.
         lacking: what stands for missing expert ids: consecutive ones, or -1 in the whole row.
+        narrow: routing is in a narrow dtype there, too.
     """
 
     joined: Joined
@@ -47,6 +48,11 @@ class Form(NamedTuple):
     dtypes: Mapping[str, str] = {"token_ids": "int64"}
     region: frozenset[str] = frozenset()
     lacking: Literal["consecutive", "minus one"] = "consecutive"
+    narrow: bool = False
+
+    def reads_narrow(self, framework: Framework) -> bool:
+        """Return whether rows are best read as they are stored: they are widened when they are put together."""
+        return self.narrow or self.joined == "packed" or (self.joined == "jagged" and framework == "torch")
 
 
 _SLIME = Form(
@@ -67,6 +73,7 @@ FORMS: dict[str, Form] = {
         {"token_ids": "input_ids", "loss_mask": "response_mask", "logprobs": "rollout_log_probs"},
         {"token_ids": "int64", "loss_mask": "int64"},
         _REGION,
+        narrow=True,
     ),
     "nested": Form("jagged"),
     "packed": Form("packed"),
@@ -122,16 +129,16 @@ def formed(batch: Batch, layout: Layout, convert: Convert, *, as_torch: bool) ->
         parts = list(column.parts)
         if name in form.region:
             parts = [part[at >= ref.response_start] for part, at, ref in zip(parts, batch.positions, refs, strict=True)]
-        made[form.names.get(name, name)] = join(parts, _dtype(column.spec, layout), convert)
+        made[form.names.get(name, name)] = join(parts, _dtype(column.spec, form), convert)
     return made
 
 
-def _dtype(spec: FieldSpec, layout: Layout) -> str:
-    if layout == "verl" and spec.name == ROUTED_EXPERTS:
+def _dtype(spec: FieldSpec, form: Form) -> str:
+    if form.narrow and spec.name == ROUTED_EXPERTS:
         small = spec.bound is not None and spec.bound <= 256 and spec.missing is None
         wide = spec.bound is None or spec.bound > 1 << 15
         return "uint8" if small else "int32" if wide else "int16"
-    return FORMS[layout].dtypes.get(spec.name) or spec.train_dtype or spec.dtype
+    return form.dtypes.get(spec.name) or spec.train_dtype or spec.dtype
 
 
 def _facts(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -201,7 +208,7 @@ def _packed(batch: Batch, form: Form, convert: Convert) -> dict[str, Any]:
         "response_starts": [entry.ref.response_start for entry in batch.entries],
     }
     for name, column in batch.columns.items():
-        dtype = form.dtypes.get(name) or column.spec.train_dtype or column.spec.dtype
+        dtype = _dtype(column.spec, form)
         rebased = _rebased(column, starts, batch)
         if rebased and isinstance(rebased[0], Ragged):
             made[name] = _converted(_one_ragged(rebased), dtype, convert)
