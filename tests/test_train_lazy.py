@@ -187,6 +187,7 @@ def test_wrong_arguments_of_lazy_routing_are_named(sp):
     add(s, counting(5), counting(4, 20))
     refs = s.finalize()
     for options, message in (
+        ({"rank_slice": 2}, "rank_slice must be a RankSlice"),
         ({"tp_rank": 1}, "tp_rank must be one of 0"), ({"pad_to": 0}, "pad_to and budget_bytes must be"),
         ({"missing": "mask"}, "missing must be one of error, arange"), ({"budget_bytes": -1}, "pad_to and budget"),
         ({"rank_slice": RankSlice(layers=slice(0, 9))}, "no range of its layers"),

@@ -573,6 +573,31 @@ def test_one_reference_without_routing_beside_one_that_has_it(sp):
 # -- samples that failed, and what is left out ------------------------------------------------------------------------
 
 
+def test_an_entry_that_is_missing_inside_a_row(sp):
+    shape = spool.MoEShape(num_layers=2, num_experts=512, topk=2)
+    rows = np.array([[[5, -1], [3, 4]], [[1, 2], [7, 8]]], np.int32)
+    s = sp.session("s", fields=[spool.expert_field(shape, signed=True)])
+    s.append(prompt_token_ids=[1, 2], response_token_ids=[3], routed_experts=rows)
+    (ref,) = s.finalize()
+    for layout in ("miles", "verl", "nested"):
+        for framework in ("numpy", "torch"):
+            got = parts(restore(sp, ref, layout, framework=framework)[LISTS[layout][3]])[0]
+            assert_array_equal(got, rows)
+    with pytest.raises(spool.InputError, match="entries of -1 inside rows, which slime does not take"):
+        restore(sp, ref)
+
+
+def test_a_step_is_restored_like_a_segment(sp):
+    s = session(sp)
+    step = add(s, counting(5), counting(4, 20), weight_version="3")
+    for layout in ("slime", "packed"):
+        one, other = restore(sp, step, layout, version=3), restore(sp, s.finalize(), layout, version=3)
+        assert one.keys() == other.keys()
+        for name in ("weight_versions", "staleness"):
+            assert_array_equal(one[name], other[name])
+    assert_array_equal(one["routed_experts"], other["routed_experts"])
+
+
 @pytest.mark.parametrize("layout", ["slime", "verl", "nested", "packed"])
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 def test_none_stands_for_a_sample_that_failed(sp, layout, framework):
@@ -817,6 +842,9 @@ def test_numpy_needs_no_torch(spool_uri):
         ({"mask_versions": True}, "mask_versions must be"),
         ({"mask_versions": 3}, "mask_versions= counts from the current weights; say which"),
         ({"max_staleness": 3}, "max_staleness= counts from the current weights"),
+        ({"max_staleness": -1, "version": 1}, "max_staleness must be a number of versions, at least 0"),
+        ({"rank_slice": RankSlice(split=lambda n, rank, size: [n])}, "tokens must be slices"),
+        ({"lazy": 1}, "lazy must be True or False"),
         ({"max_staleness": "3", "version": 1}, "max_staleness must be an integer"),
         ({"version": []}, "version must be a version, or all of them"),
         ({"version": 1.5}, "version must be a version, or all of them"),

@@ -17,7 +17,7 @@ from spool.train.gaps import Missing
 from spool.train.handles import handle
 from spool.train.layouts import VERSIONS, Layout
 from spool.train.lazy import LazyRouting
-from spool.train.ranks import WHOLE, RankSlice
+from spool.train.ranks import RankSlice, rank_of
 from spool.train.reading import Rules, make_plan, read_batch
 from spool.train.tensors import Framework, converter
 from spool.train.versions import VersionOrder, version_order
@@ -67,8 +67,9 @@ def restore(
                one filled), ``cu_seqlens``, ``cu_rows``, ``max_seqlen``, ``position_ids``
     ========== ======================================================================================================
 
-    All have ``kept``, which of ``refs`` are in it, ``weight_versions`` (int64, -1 for none; ``version_names`` by
-    number, where versions are no numbers), and with ``version`` also ``staleness``.
+    Fields with any number of values a row are `Ragged` in all. All have ``kept``: which of ``refs`` are in the batch;
+    ``weight_versions``: int64, -1 for none, with ``version_names`` by number where versions are no numbers; and with
+    ``version`` also ``staleness``.
 
     Args:
         sp: an open spool, or its URI: that is opened once a process.
@@ -99,7 +100,7 @@ def restore(
         NotFoundError, ReleasedError, IntegrityError, StorageError: as `Spool.read`.
     """
     convert = converter(framework, device)
-    rank = WHOLE if rank_slice is None else instance("rank_slice", rank_slice, RankSlice, "a RankSlice")
+    rank = rank_of(rank_slice)
     _check_choices(layout, missing, mask_versions, lazy)
     shape, asked = gaps.expert_spec(experts), optional(names, "fields", fields)
     entries, reasons = entries_of(refs, lengths), check_drop(drop)
@@ -137,6 +138,8 @@ def _check_choices(layout: object, missing: object, mask_versions: object, lazy:
 
 
 def _check_current(order: VersionOrder, mask_versions: object, max_staleness: int | None) -> None:
+    if max_staleness is not None and max_staleness < 0:
+        raise refused("max_staleness", "a number of versions, at least 0", max_staleness)
     if order.current is None and (max_staleness is not None or isinstance(mask_versions, int)):
         name = "mask_versions=" if max_staleness is None else "max_staleness="
         raise InputError(f"{name} counts from the current weights; say which these are (version=)", argument="version")

@@ -127,10 +127,26 @@ def formed(batch: Batch, layout: Layout, convert: Convert, *, as_torch: bool) ->
         made |= _verl(batch, convert, join)
     for name, column in batch.columns.items():
         parts = list(column.parts)
+        if layout == "slime" and has_experts(column.spec):
+            _check_whole(column.spec, parts)
         if name in form.region:
             parts = [part[at >= ref.response_start] for part, at, ref in zip(parts, batch.positions, refs, strict=True)]
         made[form.names.get(name, name)] = join(parts, _dtype(column.spec, form), convert)
     return made
+
+
+def _check_whole(spec: FieldSpec, parts: Iterable[Any]) -> None:
+    """Refuse expert ids that are marked missing inside a row, which slime would take for an expert.
+
+    Raises:
+        InputError: there are some.
+    """
+    if spec.missing is not None and any((part == spec.missing).any() for part in parts):
+        raise InputError(
+            f"{spec.name} has entries of {spec.missing} inside rows, which slime does not take; restore them for "
+            "layout='miles', or leave such segments out",
+            field=spec.name,
+        )
 
 
 def _dtype(spec: FieldSpec, form: Form) -> str:

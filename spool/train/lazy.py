@@ -19,7 +19,7 @@ from spool.read.fetch import Verify
 from spool.train import gaps
 from spool.train.entries import Lengths, entries_of
 from spool.train.handles import handle
-from spool.train.ranks import WHOLE, RankSlice, check_rank
+from spool.train.ranks import RankSlice, check_rank, rank_of
 from spool.train.tensors import Framework, converter
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class LazyRouting:
         if integer("pad_to", pad_to) < 1 or integer("budget_bytes", budget_bytes) < 0:
             raise refused("pad_to and budget_bytes", "at least 1 and 0", (pad_to, budget_bytes))
         one_of("missing", missing, ("error", "arange"))
-        rank = WHOLE if rank_slice is None else rank_slice
+        rank = rank_of(rank_slice)
         entries = entries_of(refs, lengths)
         self._spool = handle(sp)
         self._verify, self._ahead = verify, ahead

@@ -7,16 +7,17 @@ from typing import Literal
 
 from msgspec import Struct
 
-from spool.arguments import integer, refused
+from spool.arguments import instance, integer, refused
+from spool.read.select import Range, token_ranges
 
 Split = Literal["zigzag", "contiguous"] | Callable[[int, int, int], Sequence[slice]]
 """How context-parallel ranks share a sequence; a function gets its length, the rank and the number of ranks."""
 
-Range = tuple[int, int]
-
 
 class RankSlice(Struct, frozen=True, kw_only=True):
     """What one rank consumes of every sequence.
+
+    A function for ``split`` returns slices, as `Spool.read` takes them.
 
     Attributes:
         cp_rank: its context-parallel rank.
@@ -41,7 +42,7 @@ class RankSlice(Struct, frozen=True, kw_only=True):
     def parts(self, n: int) -> list[Range]:
         """Return the rank's parts of ``n`` positions, as long as every other rank's: the last ones may pass the end."""
         if callable(self.split):
-            return [part.indices(n)[:2] for part in self.split(n, self.cp_rank, self.cp_size)]
+            return token_ranges(self.split(n, self.cp_rank, self.cp_size), n)
         if self.cp_size == 1:
             return [(0, n)]
         numbers = [self.cp_rank]
@@ -67,5 +68,10 @@ def check_rank(kind: str, rank: object, size: object) -> None:
         raise refused(f"{kind}_rank", f"one of 0 to {kind}_size - 1", rank)
 
 
-WHOLE = RankSlice()
-"""All of every sequence."""
+def rank_of(rank_slice: object) -> RankSlice:
+    """Return ``rank_slice``; all of every sequence for None.
+
+    Raises:
+        InputError: it is something else.
+    """
+    return RankSlice() if rank_slice is None else instance("rank_slice", rank_slice, RankSlice, "a RankSlice")

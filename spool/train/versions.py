@@ -59,14 +59,11 @@ def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None
             Or all versions there are, oldest first, the current one last.
 
     Raises:
-        InputError: ``version`` is neither.
+        InputError: ``version`` is neither, or lacks one that a reference has.
     """
-    if version is not None and not isinstance(version, str | int):
-        names = tuple(dict.fromkeys(listed("version", version, str, "a version, or all of them, oldest first")))
-        if not names:
-            raise refused("version", "a version, or all of them, oldest first", version)
-        return VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1)
     found = dict.fromkeys(span.version for ref in refs for span in ref.versions)
+    if version is not None and not isinstance(version, str | int):
+        return _told(listed("version", version, str, "a version, or all of them, oldest first"), found)
     current = None if version is None else str(version)
     names = tuple(found if current is None or current in found else [*found, current])
     if all(name.isdecimal() for name in names):
@@ -75,6 +72,16 @@ def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None
         names = tuple(sorted(names, key=int))
     numbers = {name: number for number, name in enumerate(names)}
     return VersionOrder(numbers, names, None if current is None else numbers[current])
+
+
+def _told(versions: Sequence[str], found: Iterable[str]) -> VersionOrder:
+    names = tuple(dict.fromkeys(versions))
+    if not names:
+        raise refused("version", "a version, or all of them, oldest first", versions)
+    order = VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1)
+    for version in found:
+        order.number(version)
+    return order
 
 
 def token_versions(ref: Ref, order: VersionOrder) -> NDArray[np.int64]:
