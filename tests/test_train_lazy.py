@@ -127,17 +127,19 @@ def test_a_lazy_micro_batch_reads_ahead_in_the_direction_of_the_pass(sp, monkeyp
     lazy, read = LazyRouting(sp, [ref], budget_bytes=0), []
     fetch = lazy._fetch
     monkeypatch.setattr(lazy, "_fetch", lambda number: read.append(number) or fetch(number))
-    for layer in (0, 1, 2):
-        lazy.read(layer, "forward")
-    assert sorted(read) == [0, 1, 2]
-    assert not lazy._held
-    for layer in (2, 1, 0):
-        lazy.read(layer, "backward")
-    assert sorted(read) == [0, 0, 1, 1, 2, 2]
-    lazy.begin("backward")
-    lazy.begin("backward")
-    lazy.read(2, "backward")
-    assert sorted(read)[-3:] == [2, 2, 2]
+    for stage, layers in (("forward", (1, 2)), ("backward", (2, 1))):
+        for layer in layers:
+            lazy.read(layer, stage)
+        assert not lazy._held
+    assert sorted(read) == [1, 1, 2, 2]
+    for stage, layer in (("forward", 1), ("backward", 2)):
+        del read[:]
+        lazy.begin(stage)
+        lazy.begin(stage)
+        lazy.read(layer, stage)
+        assert read.count(layer) == 1
+        lazy.release()
+    assert not lazy.read(0).any()
     lazy.release()
 
 
@@ -187,6 +189,7 @@ def test_wrong_arguments_of_lazy_routing_are_named(sp):
     add(s, counting(5), counting(4, 20))
     refs = s.finalize()
     for options, message in (
+        ({"verify": "sometimes"}, "verify must be one of whole, always, never"),
         ({"rank_slice": 2}, "rank_slice must be a RankSlice"),
         ({"tp_rank": 1}, "tp_rank must be one of 0"), ({"pad_to": 0}, "pad_to and budget_bytes must be"),
         ({"missing": "mask"}, "missing must be one of error, arange"), ({"budget_bytes": -1}, "pad_to and budget"),

@@ -235,6 +235,37 @@ def test_routing_of_any_width_comes_back(sp, n_experts, stored, layout):
         assert got.dtype == wanted
 
 
+@pytest.mark.parametrize("target", [{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}])
+@pytest.mark.parametrize("layout", ["slime", "miles", "verl", "nested", "packed"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_references_of_different_width_do_not_wrap(sp, layout, target, order):
+    refs, sent = [], []
+    for n_experts in (200, 256, 512)[::order]:
+        s = sp.session(f"{n_experts}", experts=spool.MoEShape(num_layers=2, num_experts=n_experts, topk=2))
+        sent.append(np.array([[[0, n_experts - 1], [3, n_experts - 2]]], np.int32))
+        s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=sent[-1])
+        refs += s.finalize()
+    batch = restore(sp, refs, layout, **target)
+    if layout == "packed":
+        assert_array_equal(as_numpy(batch["routed_experts"])[::2], np.concatenate(sent))
+    else:
+        assert_array_equal(np.concatenate(parts(batch[LISTS[layout][3]])), np.concatenate(sent))
+    lazy = restore(sp, refs, layout, lazy=True, **target)
+    rows = lazy[LISTS.get(layout, LISTS["nested"])[3]].read(1)
+    assert_array_equal(as_numpy(rows)[::2], np.concatenate(sent)[:, 1])
+
+
+def test_references_of_different_models_are_refused(sp):
+    refs = []
+    for n_layers in (2, 3):
+        s = sp.session(f"{n_layers}", experts=spool.MoEShape(num_layers=n_layers, num_experts=8, topk=1))
+        s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=np.full((1, n_layers, 1), 3))
+        refs += s.finalize()
+    for options in ({}, {"layout": "packed"}, {"lazy": True}):
+        with pytest.raises(spool.InputError, match=r"routed_experts is .* in one reference and .* in another"):
+            restore(sp, refs, **options)
+
+
 def test_narrow_bytes_are_what_travels_to_a_device(sp, monkeypatch):
     s = session(sp)
     add(s, counting(5), counting(4, 20))

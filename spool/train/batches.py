@@ -116,10 +116,8 @@ def restore(
         )
         plan = plan.without(ROUTED_EXPERTS)
     form = layouts.FORMS[layout]
-    narrow = device is not None or form.reads_narrow(framework)
-    rules = Rules(
-        rank, order, missing, mask_versions, missing != "mask" or form.lacking == "consecutive", narrow, verify
-    )
+    ids, narrow = missing != "mask" or form.lacking == "consecutive", device is not None or form.reads_narrow(framework)
+    rules = Rules(rank, order, missing, mask_versions, ids, narrow, verify)
     batch = read_batch(spool, entries, plan, rules)
     made = layouts.formed(batch, layout, convert, as_torch=framework == "torch")
     if routing is not None:

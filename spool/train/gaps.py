@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from spool.arguments import instance
-from spool.errors import GapError
+from spool.errors import GapError, InputError
 from spool.formats.layers import bounds
 from spool.model.fields import ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, expert_field
 from spool.model.moe import MoEShape, models
@@ -52,6 +52,30 @@ def covers_of(
         for ref, covers in zip(refs, found, strict=True):
             covers[ROUTED_EXPERTS] = Coverage(experts, ((0, ref.n_rows - 1),) if ref.n_rows > 1 else ())
     return found
+
+
+def agreed(specs: Iterable[FieldSpec]) -> FieldSpec | None:
+    """Return what a field of several references is: of specs that are alike that which has the most ids.
+
+    Raises:
+        InputError: no array holds the rows of all.
+    """
+    chosen: FieldSpec | None = None
+    for spec in specs:
+        if chosen is None:
+            chosen = spec
+        elif _form(spec) != _form(chosen):
+            raise InputError(
+                f"{spec.name} is {_form(spec)} in one reference and {_form(chosen)} in another; restore them apart",
+                field=spec.name,
+            )
+        elif (spec.bound or 0, spec.missing is not None) > (chosen.bound or 0, chosen.missing is not None):
+            chosen = spec
+    return chosen
+
+
+def _form(spec: FieldSpec) -> tuple[object, ...]:
+    return spec.align, spec.ragged, spec.num_layers, spec.row_shape
 
 
 def have_routing(refs: Iterable[Ref]) -> bool:

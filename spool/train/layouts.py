@@ -294,5 +294,5 @@ def _with_last(
         return [part]
     last = np.zeros((1, *part.shape[1:]), part.dtype)
     if has_experts(spec):
-        last[...] = consecutive(spec, rows[places], layers)
+        last[...] = consecutive(spec, rows[places[:1]], layers)
     return [part[: places[0]], last, part[places[0] :]]

@@ -117,8 +117,8 @@ class LazyRouting:
     """The routing of one micro-batch on one rank. It holds a few layers, narrow, and reads on as a pass goes on.
 
     Layers are read in groups of as many as half the budget holds, the next group of the pass while the present one is
-    used: ascending in the forward, descending in the backward. After the last layer of a pass nothing is held. A hot
-    root stores a row's layers next to each other, so that there each group costs a pass over the rows; a cold one
+    used: ascending in the forward, descending in the backward. After the last MoE layer of a pass nothing is held. A
+    hot root stores a row's layers next to each other, so that there each group costs a pass over the rows; a cold one
     fetches only the group's layers. One pass uses it at a time.
 
     Args:
@@ -167,6 +167,7 @@ class LazyRouting:
         if integer("pad_to", pad_to) < 1 or integer("budget_bytes", budget_bytes) < 0:
             raise refused("pad_to and budget_bytes", "at least 1 and 0", (pad_to, budget_bytes))
         one_of("missing", missing, ("error", "arange"))
+        one_of("verify", verify, get_args(Verify))
         rank = rank_of(rank_slice)
         entries = entries_of(refs, lengths)
         self._spool = handle(sp)
@@ -177,6 +178,9 @@ class LazyRouting:
         self._pieces = replay_rows(rows, rank, tp_rank=tp_rank, tp_size=tp_size, pad_to=pad_to)
         self.n_rows = sum(piece.stop - piece.start for piece in self._pieces)
         self.layers = range(*bounds(self._spec, rank.layers))
+        routed = [layer for layer in self.layers if self._spec.layers is None or layer in self._spec.layers]
+        none = self.layers.start
+        self._last = {"forward": max(routed, default=none), "backward": min(routed, default=none)}
         layer_bytes = self.n_rows * prod(self._spec.shape[1:]) * numpy_dtype(self._spec.dtype).itemsize
         self._group = max(1, budget_bytes // (2 * max(layer_bytes, 1)))
         self._held: dict[int, Future[list[NDArray[Any]]]] = {}
@@ -185,7 +189,7 @@ class LazyRouting:
         """Return what of the routing is missing, for each sample; learn what it looks like."""
         refs = [ref for ref in self._refs if ref is not None]
         found = [covers.get(ROUTED_EXPERTS) for covers in gaps.covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
-        spec = next((cover.spec for cover in found if cover is not None), experts)
+        spec = gaps.agreed([cover.spec for cover in found if cover is not None]) or experts
         if spec is None or not gaps.has_experts(spec):
             raise InputError("no reference says what the routing looks like; pass experts=")
         self._spec: FieldSpec = spec
@@ -219,9 +223,9 @@ class LazyRouting:
         """
         self.layer(layer)
         one_of("stage", stage, get_args(Stage))
-        number, within = divmod(layer - self.layers.start, self._group)
-        rows = self._laid_out(self._rows(number, 1 if stage == "forward" else -1), layer, within)
-        if layer == (self.layers[-1] if stage == "forward" else self.layers[0]):
+        within = (layer - self.layers.start) % self._group
+        rows = self._laid_out(self._rows(self._group_of(layer), 1 if stage == "forward" else -1), layer, within)
+        if layer == self._last[stage]:
             self.release()
         return self._convert(rows, self._spec.train_dtype or self._spec.dtype)
 
@@ -229,7 +233,7 @@ class LazyRouting:
         """Begin to read the first layers of a pass, while another micro-batch is at work."""
         one_of("stage", stage, get_args(Stage))
         if self.layers:
-            self._ahead_of(0 if stage == "forward" else (len(self.layers) - 1) // self._group)
+            self._ahead_of(self._group_of(self._last["backward" if stage == "forward" else "forward"]))
 
     def release(self) -> None:
         """Let go of what is held; it is read again when it is asked for."""
@@ -245,9 +249,12 @@ class LazyRouting:
             self.release()
             raise
         self._held[number] = _done(found)
-        if self._ahead and behind not in held and 0 <= behind * self._group < len(self.layers):
+        if self._ahead and self._group_of(self._last["backward"]) <= behind <= self._group_of(self._last["forward"]):
             self._ahead_of(behind)
         return found
+
+    def _group_of(self, layer: int) -> int:
+        return (layer - self.layers.start) // self._group
 
     def _ahead_of(self, number: int) -> None:
         if number not in self._held:
@@ -291,18 +298,17 @@ class LazyRouting:
 
     def _laid_out(self, parts: Sequence[NDArray[Any]], layer: int, within: int) -> NDArray[Any]:
         """Return one layer of all pieces, padding filled; narrow, ``[n_rows, K]``."""
-        parts, found = list(reversed(parts)), []
-        only = slice(layer, layer + 1)
+        left, only, dtype = iter(parts), slice(layer, layer + 1), numpy_dtype(self._spec.dtype)
+        found: list[NDArray[Any]] = [np.zeros((0, *self._spec.shape[1:]), dtype)]
         for piece in self._pieces:
             if self._ref(piece) is not None:
-                found.append(parts.pop()[:, within])
+                found.append(next(left)[:, within])
             elif piece.sample < 0:
-                found.append(gaps.consecutive(self._spec, np.arange(piece.start, piece.stop), only)[:, 0])
+                ids = gaps.consecutive(self._spec, np.arange(piece.start, piece.stop), only)
+                found.append(ids[:, 0].astype(dtype))
             else:
-                found.append(np.zeros((piece.stop - piece.start, *self._spec.shape[1:]), np.int8))
-        if not found:
-            return np.zeros((0, *self._spec.shape[1:]), numpy_dtype(self._spec.dtype))
-        return np.concatenate(found, dtype=numpy_dtype(self._spec.dtype), casting="unsafe")
+                found.append(np.zeros((piece.stop - piece.start, *self._spec.shape[1:]), dtype))
+        return np.concatenate(found)
 
 
 def tokens_of(ref: Ref, start: int, stop: int) -> tuple[slice, int]:

@@ -108,9 +108,11 @@ def make_plan(
     known = {spec.name: spec for spec in (TOKEN_IDS, LOGPROBS, _MASK, VERSIONS, STALENESS)}
     known |= {} if shape is None else {ROUTED_EXPERTS: shape}
     for entry, fields in zip(entries, covers, strict=True):
-        for name, cover in fields.items():
-            known[name] = cover.spec
+        for cover in fields.values():
             gaps.check_gaps(entry.ref, cover, missing)
+    for name in stored:
+        spec = gaps.agreed([fields[name].spec for fields in covers if name in fields])
+        known |= {} if spec is None else {name: spec}
     unknown = [name for name in chosen if name not in known]
     if unknown:
         raise InputError(
