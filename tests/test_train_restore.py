@@ -187,6 +187,32 @@ def test_ranks_have_everything_once(shared_sp, drawn, cp_size, split):
             assert_array_equal(joined, whole[name][i])
 
 
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_a_packed_part_has_the_rows_of_its_tokens(sp, cp_size, framework):
+    refs = [with_gap(sp), with_unit(sp)[0], with_fields(sp, "a", 6), with_gap(sp).head(1)]
+    fields = ["token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions"]
+    whole = restore(sp, refs, "packed", fields=fields, missing="arange")
+    for rank in range(cp_size):
+        mine = RankSlice(cp_rank=rank, cp_size=cp_size)
+        part = restore(sp, refs, "packed", fields=fields, missing="arange", rank_slice=mine, framework=framework)
+        part = {name: as_numpy(value) for name, value in part.items()}
+        own = [[p for a, b in mine.ranges(ref.n_tokens) for p in range(a, b)] for ref in refs]
+        at = [start + p for start, each in zip(whole["cu_seqlens"], own, strict=False) for p in each]
+        assert part["position_ids"].tolist() == [p for each in own for p in each]
+        assert part["cu_seqlens"].tolist() == np.cumsum([0, *map(len, own)]).tolist()
+        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions"):
+            assert_array_equal(part[name], whole[name][at])
+        first = [[token + (3 if i == 1 and token > 2 else 0) for token in range(9)] for i in range(4)]
+        rows = [
+            start + row
+            for i, (start, each) in enumerate(zip(whole["cu_rows"], own, strict=False))
+            for p in each
+            for row in range(first[i][p], first[i][p + 1])
+        ]
+        assert_array_equal(part["routed_experts"], whole["routed_experts"][rows])
+
+
 # -- what is fresh, and bit for bit ------------------------------------------------------------------------------------
 
 
@@ -340,7 +366,7 @@ SPECS = (
     spool.FieldSpec(name="value", dtype="bfloat16", align="token", train_dtype="float32"),
     spool.FieldSpec(name="half", dtype="bfloat16", align="response"),
     spool.FieldSpec(name="kept_ids", dtype="int32", align="response", ragged=True),
-    spool.FieldSpec(name="links", dtype="int32", align="token", positions=True),
+    spool.FieldSpec(name="links", dtype="int8", align="token", positions=True),
     spool.FieldSpec(name="kl", dtype="float32", align="step"),
     spool.FieldSpec(
         name="indexer_topk", dtype="uint16", align="forward", shape=(1, 3), bound=1000, num_layers=2, layers=(1,),
@@ -388,6 +414,25 @@ def test_fields_of_ones_own_packed(sp, framework):
     assert batch["indexer_topk"].shape == (14, 2, 3)
     with pytest.raises(spool.InputError, match="links holds token positions"):
         restore(sp, refs, "packed", rank_slice=RankSlice(cp_size=2))
+
+
+def test_positions_do_not_wrap_when_they_are_rebased(sp):
+    specs = [
+        spool.FieldSpec(name="up", dtype="uint8", align="token", positions=True),
+        spool.FieldSpec(name="many", dtype="uint8", align="token", positions=True, ragged=True),
+    ]
+    refs = []
+    for name in ("a", "b"):
+        s = sp.session(name, fields=specs)
+        s.append(
+            prompt_token_ids=range(199), response_token_ids=[7],
+            fields={"up": range(200), "many": [[i, 199] for i in range(200)]},
+        )  # fmt: skip
+        refs += s.finalize()
+    for framework in ("numpy", "torch"):
+        batch = restore(sp, refs, "packed", framework=framework)
+        assert batch["up"].tolist() == list(range(400))
+        assert batch["many"].values.tolist() == [x for i in range(400) for x in (i, 399 if i > 199 else 199)]
 
 
 @pytest.mark.parametrize("layout", ["slime", "nested", "packed"])
@@ -780,6 +825,19 @@ def test_from_a_cold_root_and_by_its_uri(cold, tmp_path, request):
     kept[torch.cumsum(torch.tensor(tensors["total_lengths"]), 0) - 1] = False
     for layer in range(6):
         assert torch.equal(lazy.read(layer)[kept], joined[kept][:, layer])
+
+
+def test_a_layer_of_a_cold_root_is_fetched_without_the_others(tmp_path):
+    url, seen = f"file://{tmp_path}/cold", []
+    with spool.open(f"file://{tmp_path}/hot?spill={url}") as sp:
+        refs = [ref for i in range(4) for ref in record(sp, f"s{i}", n_steps=4, n_prompt=400, n_response=300)]
+        sp.publish(refs, timeout_s=120)
+    with spool.open(url, observer=seen.append) as there:
+        restore(there, refs, fields=["routed_experts"])
+        whole = fetched(seen)
+        del seen[:]
+        LazyRouting(there, refs, budget_bytes=0, ahead=False).read(2)
+        assert fetched(seen) < whole / 6 * 1.3
 
 
 def test_damage_and_deletion_are_told(tmp_path):

@@ -11,8 +11,9 @@ from spool.errors import InputError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.model.refs import Ref
 from spool.read.fetch import Verify
-from spool.train import gaps, layouts
+from spool.train import layouts
 from spool.train.entries import Entry, Lengths, check_drop, entries_of, kept
+from spool.train.fields import expert_spec
 from spool.train.gaps import Missing
 from spool.train.handles import handle
 from spool.train.layouts import VERSIONS, Layout
@@ -79,7 +80,8 @@ def restore(
             where None.
         lengths: where ``refs`` has None ``(n_tokens, response_length)``, else None.
         experts: the routing shape, needed only where no reference has routing.
-        rank_slice: the tokens and layers of one rank; sequences are counted in tokens, not in rows of units.
+        rank_slice: the tokens and layers of one rank; sequences are counted in tokens, not in rows of units. Lengths
+            stay those of whole sequences.
         framework: ``numpy`` or ``torch``.
         device: of torch: stored, narrow bytes are copied there, and widened there. Where None tensors are on the CPU.
         missing: rows that were never sent: ``error``; ``arange``, consecutive experts stand for missing routing;
@@ -102,7 +104,7 @@ def restore(
     convert = converter(framework, device)
     rank = rank_of(rank_slice)
     _check_choices(layout, missing, mask_versions, lazy)
-    shape, asked = gaps.expert_spec(experts), optional(names, "fields", fields)
+    shape, asked = expert_spec(experts), optional(names, "fields", fields)
     entries, reasons = entries_of(refs, lengths), check_drop(drop)
     order = version_order([entry.ref for entry in entries], version)
     _check_current(order, mask_versions, optional(integer, "max_staleness", max_staleness))

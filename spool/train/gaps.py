@@ -2,85 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from spool.arguments import instance
-from spool.errors import GapError, InputError
+from spool.errors import GapError
 from spool.formats.layers import bounds
-from spool.model.fields import ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, expert_field
-from spool.model.moe import MoEShape, models
-from spool.read.sample import Coverage
+from spool.model.fields import TOKEN_IDS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from spool.handle import Spool
+    from spool.model.fields import FieldSpec
     from spool.model.refs import Ref
+    from spool.read.sample import Coverage
+
+BLOCK_ROWS = 4096
 
 Missing = Literal["error", "arange", "mask"]
 """Refuse gaps; put consecutive experts for missing routing; or do that, and take what hangs on it out of training."""
-
-
-def expert_spec(experts: object) -> FieldSpec | None:
-    """Return the spec of the routing that ``experts`` names; None for None.
-
-    Raises:
-        InputError: it is no shape.
-        NotFoundError: no model is called like that.
-    """
-    if experts is None:
-        return None
-    shape = models[experts] if isinstance(experts, str) else experts
-    return expert_field(instance("experts", shape, MoEShape, "a MoEShape or the name of a model"))
-
-
-def covers_of(
-    spool: Spool, refs: Sequence[Ref], names: Sequence[str], experts: FieldSpec | None
-) -> list[dict[str, Coverage]]:
-    """Return what of each reference's fields was never sent; of routing, ``experts`` says what it is if nobody else.
-
-    Raises:
-        NotFoundError: nobody knows a field.
-    """
-    told = experts is not None and ROUTED_EXPERTS in names and not have_routing(refs)
-    found = spool.coverage(refs, [name for name in names if not (told and name == ROUTED_EXPERTS)])
-    if told and experts is not None:
-        for ref, covers in zip(refs, found, strict=True):
-            covers[ROUTED_EXPERTS] = Coverage(experts, ((0, ref.n_rows - 1),) if ref.n_rows > 1 else ())
-    return found
-
-
-def agreed(specs: Iterable[FieldSpec]) -> FieldSpec | None:
-    """Return what a field of several references is: of specs that are alike that which has the most ids.
-
-    Raises:
-        InputError: no array holds the rows of all.
-    """
-    chosen: FieldSpec | None = None
-    for spec in specs:
-        if chosen is None:
-            chosen = spec
-        elif _form(spec) != _form(chosen):
-            raise InputError(
-                f"{spec.name} is {_form(spec)} in one reference and {_form(chosen)} in another; restore them apart",
-                field=spec.name,
-            )
-        elif (spec.bound or 0, spec.missing is not None) > (chosen.bound or 0, chosen.missing is not None):
-            chosen = spec
-    return chosen
-
-
-def _form(spec: FieldSpec) -> tuple[object, ...]:
-    return spec.align, spec.ragged, spec.num_layers, spec.row_shape
-
-
-def have_routing(refs: Iterable[Ref]) -> bool:
-    """Return whether any of the references has rows of routing."""
-    return any(ROUTED_EXPERTS in ref.extents or ROUTED_EXPERTS in ref.inline for ref in refs)
 
 
 def has_experts(spec: FieldSpec) -> bool:
@@ -150,11 +92,13 @@ def fill(part: Any, rows: NDArray[np.int64], found: Coverage, *, ids: bool, laye
         ids: consecutive experts, where the field has some; -1 otherwise.
         layers: absolute layers that ``part`` has; all for None.
     """
-    lost = within(rows, found.gaps)
-    if has_experts(found.spec):
-        part[lost] = consecutive(found.spec, rows[lost], layers) if ids else -1
-    else:
+    lost = np.flatnonzero(within(rows, found.gaps))
+    if not has_experts(found.spec):
         part[lost] = 0
+        return
+    for first in range(0, len(lost), BLOCK_ROWS):
+        some = lost[first : first + BLOCK_ROWS]
+        part[some] = consecutive(found.spec, rows[some], layers) if ids else -1
 
 
 def untrained(ref: Ref, found: Coverage) -> NDArray[np.bool_]:

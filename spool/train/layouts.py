@@ -224,7 +224,7 @@ def _packed(batch: Batch, form: Form, convert: Convert) -> dict[str, Any]:
         "response_starts": [entry.ref.response_start for entry in batch.entries],
     }
     for name, column in batch.columns.items():
-        dtype = _dtype(column.spec, form)
+        dtype = "int64" if column.spec.positions else _dtype(column.spec, form)
         rebased = _rebased(column, starts, batch)
         if rebased and isinstance(rebased[0], Ragged):
             made[name] = _converted(_one_ragged(rebased), dtype, convert)
@@ -253,10 +253,13 @@ def _rebased(column: Column, starts: Sequence[int], batch: Batch) -> Sequence[An
             "leave it out (fields=), or take layout='nested'",
             field=column.spec.name,
         )
-    for part, start in zip(column.parts, starts, strict=False):
-        values = part.values if isinstance(part, Ragged) else part
-        values[values >= 0] += start
-    return column.parts
+    return [_moved(part, start) for part, start in zip(column.parts, starts, strict=False)]
+
+
+def _moved(part: NDArray[Any] | Ragged, start: int) -> NDArray[Any] | Ragged:
+    if isinstance(part, Ragged):
+        return Ragged(np.where(part.values < 0, part.values, part.values + np.int64(start)), part.offsets)
+    return np.where(part < 0, part, part + np.int64(start))
 
 
 def _one_ragged(parts: Sequence[Ragged]) -> Ragged:

@@ -18,6 +18,7 @@ from spool.model.refs import Ref
 from spool.read.fetch import Verify
 from spool.train import gaps
 from spool.train.entries import Lengths, entries_of
+from spool.train.fields import agreed, covers_of, expert_spec, have_routing
 from spool.train.handles import handle
 from spool.train.ranks import RankSlice, check_rank, rank_of
 from spool.train.tensors import Framework, converter
@@ -173,7 +174,7 @@ class LazyRouting:
         self._spool = handle(sp)
         self._verify, self._ahead = verify, ahead
         self._refs = [None if entry.failed else entry.ref for entry in entries]
-        self._covers = self._look(gaps.expert_spec(experts), missing)
+        self._covers = self._look(expert_spec(experts), missing)
         rows = [entry.ref.n_rows for entry in entries]
         self._pieces = replay_rows(rows, rank, tp_rank=tp_rank, tp_size=tp_size, pad_to=pad_to)
         self.n_rows = sum(piece.stop - piece.start for piece in self._pieces)
@@ -188,12 +189,12 @@ class LazyRouting:
     def _look(self, experts: FieldSpec | None, missing: gaps.Missing) -> list[Coverage | None]:
         """Return what of the routing is missing, for each sample; learn what it looks like."""
         refs = [ref for ref in self._refs if ref is not None]
-        found = [covers.get(ROUTED_EXPERTS) for covers in gaps.covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
-        spec = gaps.agreed([cover.spec for cover in found if cover is not None]) or experts
+        found = [covers.get(ROUTED_EXPERTS) for covers in covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
+        spec = agreed([cover.spec for cover in found if cover is not None]) or experts
         if spec is None or not gaps.has_experts(spec):
             raise InputError("no reference says what the routing looks like; pass experts=")
         self._spec: FieldSpec = spec
-        self._recorded = gaps.have_routing(refs)
+        self._recorded = have_routing(refs)
         for ref, cover in zip(refs, found, strict=True):
             if cover is not None:
                 gaps.check_gaps(ref, cover, missing)

@@ -14,6 +14,7 @@ from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, F
 from spool.read.lookup import names_of
 from spool.read.select import positions
 from spool.train import gaps
+from spool.train.fields import agreed, covers_of, have_routing
 from spool.train.layouts import STALENESS, VERSIONS, Batch, Column
 from spool.train.versions import VersionOrder, masked_versions, staleness, token_versions
 
@@ -103,7 +104,7 @@ def make_plan(
     refs = [entry.ref for entry in entries if not entry.failed]
     chosen = _names(refs, asked, shape, order)
     stored = [name for name in chosen if name not in _DERIVED and name != LOSS_MASK.name]
-    found = iter(gaps.covers_of(spool, refs, stored, shape))
+    found = iter(covers_of(spool, refs, stored, shape))
     covers = [{} if entry.failed else next(found) for entry in entries]
     known = {spec.name: spec for spec in (TOKEN_IDS, LOGPROBS, _MASK, VERSIONS, STALENESS)}
     known |= {} if shape is None else {ROUTED_EXPERTS: shape}
@@ -111,7 +112,7 @@ def make_plan(
         for cover in fields.values():
             gaps.check_gaps(entry.ref, cover, missing)
     for name in stored:
-        spec = gaps.agreed([fields[name].spec for fields in covers if name in fields])
+        spec = agreed([fields[name].spec for fields in covers if name in fields])
         known |= {} if spec is None else {name: spec}
     unknown = [name for name in chosen if name not in known]
     if unknown:
@@ -236,7 +237,7 @@ def read_batch(spool: Spool, entries: Sequence[Entry], plan: Plan, rules: Rules)
 def _samples(spool: Spool, entries: Sequence[Entry], fields: Sequence[str], rules: Rules) -> list[Sample | None]:
     """Return what is recorded of each entry; None for those that failed."""
     refs = [entry.ref for entry in entries if not entry.failed]
-    if not gaps.have_routing(refs):
+    if not have_routing(refs):
         fields = [name for name in fields if name != ROUTED_EXPERTS]
     samples = iter(
         spool.read(
