@@ -585,14 +585,14 @@ def test_coverage_says_what_was_never_sent(sp):
 
 
 @pytest.mark.parametrize("layout", ["slime", "miles", "verl", "nested", "packed"])
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
-def test_what_stands_for_missing_routing(sp, layout, framework):
+@pytest.mark.parametrize("target", [{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}])
+def test_what_stands_for_missing_routing(sp, layout, target):
     ref = with_gap(sp)
     with pytest.raises(spool.GapError, match=r"routed_experts was never sent for positions \[4, 7\)"):
-        restore(sp, [ref], layout, framework=framework)
+        restore(sp, [ref], layout, **target)
     wanted = np.array([plain_rows(row) for row in range(4, 7)])
     for missing in ("arange", "mask"):
-        batch = restore(sp, [ref], layout, framework=framework, missing=missing)
+        batch = restore(sp, [ref], layout, missing=missing, **target)
         name = LISTS.get(layout, LISTS["nested"])[3]
         rows = as_numpy(batch[name]) if layout == "packed" else parts(batch[name])[0]
         minus = layout == "miles" and missing == "mask"
@@ -600,6 +600,15 @@ def test_what_stands_for_missing_routing(sp, layout, framework):
         assert_array_equal(rows[:4], routing([*counting(3), 50, 51]))
         masks = batch["loss_mask"] if layout == "packed" else parts(batch[LISTS[layout][1]])[0]
         assert as_numpy(masks)[-5:].tolist() == ([1, 1, 0, 1, 1] if missing == "arange" else [1, 1, 0, 0, 0])
+
+
+def test_an_unsigned_field_has_consecutive_ids_where_minus_one_does_not_fit(sp):
+    spec = spool.FieldSpec(name="chosen", dtype="uint8", align="forward", shape=(1, 2), bound=9, num_layers=1)
+    s = sp.session("s", fields=[spec])
+    s.append(prompt_token_ids=[1], response_token_ids=[2], fields={"chosen": np.array([[[3, 4]]])})
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+    batch = restore(sp, s.view(gaps="keep"), "miles", fields=["chosen"], missing="mask")
+    assert batch["chosen"][0].tolist() == [[[3, 4]], [[2, 3]], [[4, 5]]]
 
 
 def test_consecutive_experts_do_not_depend_on_the_rank(sp):

@@ -75,10 +75,9 @@ def check_gaps(ref: Ref, found: Coverage, missing: Missing) -> None:
 
 
 def within(numbers: NDArray[np.int64], gaps: Iterable[tuple[int, int]]) -> NDArray[np.bool_]:
-    """Return which of ``numbers`` lie in one of the half-open ``gaps``."""
-    inside = np.zeros(len(numbers), np.bool_)
-    for start, stop in gaps:
-        inside |= (numbers >= start) & (numbers < stop)
+    """Return which of ``numbers`` lie in one of the half-open ``gaps``, which are ascending and never overlap."""
+    edges = np.array([edge for gap in gaps for edge in gap], np.int64)
+    inside: NDArray[np.bool_] = np.searchsorted(edges, numbers, side="right") % 2 == 1
     return inside
 
 
@@ -119,7 +118,8 @@ def untrained(ref: Ref, found: Coverage) -> NDArray[np.bool_]:
 
 def first_rows(ref: Ref) -> NDArray[np.int64]:
     """Return the first row of the forward of each token; int64 ``[T]``."""
-    starts = np.arange(ref.n_tokens, dtype=np.int64)
+    more = np.zeros(ref.n_tokens + 1, np.int64)
     for unit in ref.units:
-        starts[unit.position + 1 :] += unit.n_rows - 1
+        more[unit.position + 1] = unit.n_rows - 1
+    starts: NDArray[np.int64] = np.arange(ref.n_tokens) + np.cumsum(more[:-1])
     return starts
