@@ -51,7 +51,7 @@ _HOME = {
     "Session": "spool.session",
 }  # fmt: skip
 
-_PACKAGES = frozenset({"engines", "importers", "testing"})
+_PACKAGES = frozenset({"engines", "importers", "testing", "train"})
 
 __all__ = [
     "CapacityError",

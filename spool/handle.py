@@ -37,7 +37,7 @@ from spool.model.refs import Ref, SegmentRef, StepRef
 from spool.observe import Observer
 from spool.opening import opening, specs
 from spool.read.reader import ByteRange
-from spool.read.sample import Sample
+from spool.read.sample import Coverage, Sample
 from spool.read.select import Tokens
 from spool.readers import Readers
 from spool.record import SuspendToken
@@ -498,6 +498,21 @@ class Spool:
     async def read_async(self, refs: Ref | Sequence[Ref], **options: Any) -> Sample | list[Sample]:
         """`read` on Spool's own threads."""
         return await self._on_thread(lambda: self.read(refs, **options))
+
+    def coverage(self, refs: Sequence[Ref], fields: Sequence[str] | None = None) -> list[dict[str, Coverage]]:
+        """Return for each reference, by field, its spec and the positions that were never sent; no payload is read.
+
+        Args:
+            refs: references of one spool; they help each other out with specs.
+            fields: names, late arrays included; all that each reference has where None. The loss mask is left out.
+
+        Raises:
+            NotFoundError: no one knows a field, or the spool is not there.
+        """
+        self._recorder.check_open()
+        many = _references(refs)
+        self._known.settled(many)
+        return self._readers.coverage(many, arguments.optional(arguments.names, "fields", fields))
 
     def locate(
         self, ref: Ref, *, fields: Sequence[str] | None = None, tokens: Tokens = None, layers: slice | None = None

@@ -23,7 +23,7 @@ from spool.read.cold import ColdTier
 from spool.read.hot import HotTier
 from spool.read.lookup import Selection
 from spool.read.reader import ByteRange, Reader
-from spool.read.sample import Sample
+from spool.read.sample import Coverage, Sample
 from spool.read.select import Tokens
 from spool.read.tier import Deletion, Tier
 from spool.read.watch import Watch
@@ -81,15 +81,8 @@ class Readers:
         verify: Literal["whole", "always", "never"],
     ) -> list[Sample]:
         """See `Spool.read`; all references are of one spool."""
-        if fields is not None and not BUILT_IN.issuperset(fields):
-            refs = [self._with_attached(ref, fields) for ref in refs]
-        owners = {ref.spool_id for ref in refs}
-        if len(owners) > 1:
-            raise InputError(f"one read takes references of one spool, got {sorted(owners)}")
-        for ref in refs:
-            if not self._looked.issuperset(ref.roots):
-                self._look(ref)
-        reader = self._of(refs[0]) if refs else self._readers[self._spool_id]
+        refs = self.with_attached(refs, fields)
+        reader = self._of_all(refs)
         with Watch(self._observer) as watch:
             return reader.read(
                 refs,
@@ -107,9 +100,14 @@ class Readers:
         self, ref: Ref, *, fields: Sequence[str] | None, tokens: Tokens, layers: slice | None
     ) -> list[ByteRange]:
         """See `Spool.locate`."""
-        whole = ref if fields is None else self._with_attached(ref, fields)
+        (whole,) = self.with_attached([ref], fields)
         self._look(whole)
         return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers)
+
+    def coverage(self, refs: Sequence[Ref], fields: Sequence[str] | None) -> list[dict[str, Coverage]]:
+        """See `Spool.coverage`; all references are of one spool."""
+        refs = self.with_attached(refs, fields)
+        return self._of_all(refs).coverage(refs, fields)
 
     def select(self, ref: Ref, name: str) -> Selection | None:
         """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
@@ -137,19 +135,44 @@ class Readers:
         for reader in self._readers.values():
             reader.close()
 
-    def _with_attached(self, ref: Ref, fields: Sequence[str]) -> Ref:
-        """Return ``ref`` with the extents of late arrays among ``fields`` that it does not carry."""
-        if all(_carries(ref, name) for name in fields):
-            return ref
-        if not isinstance(ref, StepRef | SegmentRef) or ref.spool_id != self._spool_id:
-            return ref
-        self._feeds.catch_up()
-        target = ref.key
+    def with_attached(self, refs: Sequence[Ref], fields: Sequence[str] | None) -> list[Ref]:
+        """Return the references with the extents of late arrays among ``fields`` that they do not carry."""
+        found = list(refs)
+        if fields is None or BUILT_IN.issuperset(fields):
+            return found
+        lacking = [i for i, ref in enumerate(found) if self._may_have_more(ref, fields)]
+        if lacking:
+            self._feeds.catch_up()
+        for i in lacking:
+            found[i] = self._with_late(found[i])
+        return found
+
+    def _may_have_more(self, ref: Ref, fields: Sequence[str]) -> bool:
+        own = isinstance(ref, StepRef | SegmentRef) and ref.spool_id == self._spool_id
+        return own and not all(_carries(ref, name) for name in fields)
+
+    def _with_late(self, ref: Ref) -> Ref:
+        assert isinstance(ref, StepRef | SegmentRef)
         late: dict[str, tuple[Extent, ...]] = {}
         for attached in self._catalog.attachments(ref.session_id):
-            if attached.target == target:
+            if attached.target == ref.key:
                 late.update(attached.extents)
         return msgspec.structs.replace(ref, extents={**ref.extents, **late}) if late else ref
+
+    def _of_all(self, refs: Sequence[Ref]) -> Reader:
+        """Return the reader of the spool that all references are of.
+
+        Raises:
+            InputError: they are of several.
+            NotFoundError: it is not found.
+        """
+        owners = {ref.spool_id for ref in refs}
+        if len(owners) > 1:
+            raise InputError(f"one read takes references of one spool, got {sorted(owners)}")
+        for ref in refs:
+            if not self._looked.issuperset(ref.roots):
+                self._look(ref)
+        return self._of(refs[0]) if refs else self._readers[self._spool_id]
 
     def _of(self, ref: Ref) -> Reader:
         """Return the reader of the reference's spool.

@@ -351,6 +351,8 @@ CALLS = {
     "read many": lambda sp, s, ref, **odd: sp.read([ref, ref], **odd),
     "read_async": lambda sp, s, ref, refs=..., **odd: asyncio.run(sp.read_async(ref if refs is ... else refs, **odd)),
     "locate": lambda sp, s, ref, of=..., **odd: sp.locate(ref if of is ... else of, **odd),
+    "coverage": lambda sp, s, ref, refs=..., **odd: sp.coverage([ref] if refs is ... else refs, **odd),
+    "train.restore": lambda sp, s, ref, refs=..., **odd: spool.train.restore(sp, ref if refs is ... else refs, **odd),
     "verify": lambda sp, s, ref, **odd: sp.verify(deep=True, **odd),
     "open": lambda sp, s, ref, uri=..., **odd: spool.open(sp.config.url if uri is ... else uri, **odd).close(),
     "append": lambda sp, s, ref, **odd: add(s, **odd),
@@ -381,7 +383,9 @@ ARGUMENTS = {
     "verify": "progress", "open": "uri fields observer", "append": STEP.removeprefix("response_token_ids "),
     "append_async": f"prompt_token_ids {STEP}", "Session.view": VIEW, "finalize": f"{VIEW} outcome inline",
     "finalize_async": f"{VIEW} outcome inline", "Session.discard": "step", "Session.discard_async": "step",
-    "unpublished": "refs", "export": "what path format view dtype",
+    "unpublished": "refs", "export": "what path format view dtype", "coverage": "refs fields",
+    "train.restore": "refs layout fields lengths experts rank_slice framework device missing version mask_versions "
+    "drop max_staleness lazy verify",
     "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 
@@ -661,4 +665,4 @@ def test_a_dtype_that_is_close_is_suggested(dtype, meant):
 
 def test_the_module_shows_its_own_names_only():
     shown = {name for name in dir(spool) if not name.startswith("__")}
-    assert shown == {*spool.__all__, "engines", "importers", "testing"}
+    assert shown == {*spool.__all__, "engines", "importers", "testing", "train"}

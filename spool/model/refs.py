@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from spool.errors import InputError
+from spool.model.rows import forward_rows, row_at
+
+if TYPE_CHECKING:
+    from spool.model.fields import Align, FieldSpec
+
+_BUILT_IN: dict[str, Align] = {
+    "token_ids": "token", "logprobs": "response", "loss_mask": "response", "routed_experts": "forward",
+}  # fmt: skip
+_position = attrgetter("position")
 
 
 class Extent(Struct, frozen=True, array_like=True, gc=False):
@@ -155,6 +168,22 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
             names.sort(key=int)
         return names[0], names[-1]
 
+    def head(self, n_tokens: int, fields: Iterable[FieldSpec] = ()) -> Self:
+        """Return the first ``n_tokens`` tokens, every field cut there; no payload is read.
+
+        Steps, their own fields and ``n_nonfinite`` stay as they are. ``n_cleared`` of the span that the cut goes
+        through is a bound: how many of the tokens that are left are cleared only the ``loss_mask`` says.
+
+        Args:
+            n_tokens: at most its own.
+            fields: specs of the user's fields; one of which none is given keeps the extents that it has, of which a
+                read takes what the tokens ask for.
+
+        Raises:
+            InputError: there are fewer tokens, or payload of an unknown field is inline and nowhere else.
+        """
+        return cut(self, n_tokens, {**_BUILT_IN, **{spec.name: spec.align for spec in fields}})
+
     def to_json(self) -> str:
         """Return the reference as JSON; `spool.ref_from_json` reads it back.
 
@@ -212,8 +241,10 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
         outcome: how the session ended; None while it lives.
         reward: from late facts, where known.
         facts: other late facts.
-        cut_tokens: generated or observed tokens that the view cut off behind this segment.
+        cut_tokens: generated or observed tokens that the view or `head` cut off behind this segment.
         superseded: a client repeated the leaf's request.
+        filed_tokens: tokens of the segment that `head` made this one of, whose late facts are its own; None where it
+            is as the view made it.
     """
 
     view: str
@@ -225,6 +256,7 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
     facts: dict[str, Any] = {}
     cut_tokens: int = 0
     superseded: bool = False
+    filed_tokens: int | None = None
 
     @property
     def key(self) -> str:
@@ -232,7 +264,13 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
 
         Not its index, which depends on the options of the view and on the steps there were.
         """
-        return f"{self.view}:{self.steps[-1] if self.steps else ''}:{self.n_tokens}"
+        n_tokens = self.n_tokens if self.filed_tokens is None else self.filed_tokens
+        return f"{self.view}:{self.steps[-1] if self.steps else ''}:{n_tokens}"
+
+    def head(self, n_tokens: int, fields: Iterable[FieldSpec] = ()) -> Self:
+        """See `Ref.head`."""
+        part = super().head(n_tokens, fields)
+        return part if part is self or self.filed_tokens is not None else replace(part, filed_tokens=self.n_tokens)
 
     @property
     def id(self) -> str:
@@ -241,6 +279,91 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
 
 
 R = TypeVar("R", bound=Ref)
+S = TypeVar("S", Span, VersionSpan)
+
+
+def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
+    """Return the first ``n_tokens`` tokens of a step or segment; see `Ref.head`.
+
+    Args:
+        ref: the reference.
+        n_tokens: at most its own.
+        align: what the rows of each field stand for; those of a field that is not named stay.
+
+    Raises:
+        InputError: there are fewer tokens, or payload of a field that is not named is inline and nowhere else.
+    """
+    if not 0 <= n_tokens <= ref.n_tokens:
+        raise InputError(f"{n_tokens} tokens of a reference that has {ref.n_tokens} were asked for", tokens=n_tokens)
+    if n_tokens == ref.n_tokens:
+        return ref
+    start, rows = min(ref.response_start, n_tokens), forward_rows(ref.units, n_tokens)
+    stops = {name: rows if kind == "forward" else n_tokens for name, kind in align.items() if kind != "step"}
+    changes: dict[str, Any] = {
+        "n_tokens": n_tokens,
+        "n_rows": row_at(ref.units, n_tokens),
+        "response_start": start,
+        "spans": tuple(_bounded(span) for span in clipped(ref.spans, n_tokens)),
+        "versions": clipped(ref.versions, n_tokens),
+        "units": tuple(unit for unit in ref.units if unit.position < n_tokens),
+        "extents": _cut_extents(ref.extents, stops),
+        "inline": _cut_inline(ref, align, {"token": n_tokens, "response": n_tokens - start, "forward": rows}),
+    }
+    if isinstance(ref, SegmentRef):
+        changes["cut_tokens"] = ref.cut_tokens + ref.n_tokens - n_tokens
+    return replace(ref, **changes)
+
+
+def clipped(spans: Iterable[S], end: int) -> tuple[S, ...]:
+    """Return the part of ascending spans that lies before token ``end``."""
+    return tuple(span if span.stop <= end else replace(span, stop=end) for span in spans if span.start < end)
+
+
+def _bounded(span: Span) -> Span:
+    most = span.stop - span.start
+    return span if span.n_cleared <= most else replace(span, n_cleared=most)
+
+
+def _cut_extents(extents: Mapping[str, tuple[Extent, ...]], stops: Mapping[str, int]) -> dict[str, tuple[Extent, ...]]:
+    kept: dict[str, tuple[Extent, ...]] = {}
+    for array, own in extents.items():
+        field, _, part = array.partition(".")
+        if field not in stops:
+            kept[array] = own
+            continue
+        if part == "values":  # cut with the end offsets that lead there
+            continue
+        found = _before(own, stops[field])
+        if found:
+            kept[array] = found
+        if found and part:
+            kept[f"{field}.values"] = extents.get(f"{field}.values", ())[: len(found)]
+    return kept
+
+
+def _before(extents: tuple[Extent, ...], stop: int) -> tuple[Extent, ...]:
+    """Return the part of ascending extents that stands for positions before ``stop``."""
+    n = bisect_left(extents, stop, key=_position)
+    if not n or extents[n - 1].position + extents[n - 1].n <= stop:
+        return extents[:n]
+    return (*extents[: n - 1], extents[n - 1].cut(extents[n - 1].position, stop))
+
+
+def _cut_inline(ref: Ref, align: Mapping[str, Align], counts: Mapping[str, int]) -> dict[str, Inline]:
+    kept: dict[str, Inline] = {}
+    for name, part in ref.inline.items():
+        # Inline, the loss mask is the one that a reader gets: over all tokens.
+        kind = "token" if name == "loss_mask" else align.get(name)
+        if kind is None and not any(array.partition(".")[0] == name for array in ref.extents):
+            raise InputError(f"no spec says how to cut inline {name!r}; pass those of all fields", fields=[name])
+        if kind is not None:
+            kept[name] = part if kind == "step" else _first_rows(part, counts[kind])
+    return kept
+
+
+def _first_rows(part: Inline, n: int) -> Inline:
+    row_bytes = len(part.data) // max(part.shape[0], 1)
+    return Inline(part.dtype, (n, *part.shape[1:]), part.data[: n * row_bytes])
 
 
 def _unpickle(cls: type[R], data: bytes) -> R:

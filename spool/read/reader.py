@@ -16,7 +16,7 @@ from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
 from spool.read.fetch import Batch, Verify, Workers, execute, lost
 from spool.read.lookup import MASK, Lookup, Selection, check_lengths, extents_of, names_of
 from spool.read.memory import Memory
-from spool.read.sample import ByteRange, Sample
+from spool.read.sample import ByteRange, Coverage, Sample
 from spool.read.select import Range, Run, Tokens, cover, layer_range, plain_range, token_ranges
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
@@ -127,6 +127,21 @@ class Reader:
     def select(self, ref: Ref, name: str) -> Selection | None:
         """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
         return Lookup(self._streams, [ref]).select(ref, name, [(0, ref.n_tokens)], sparse=True)
+
+    def coverage(self, refs: Sequence[Ref], fields: Sequence[str] | None = None) -> list[dict[str, Coverage]]:
+        """Return for each reference what its fields are and which of their positions were never sent.
+
+        Args:
+            refs: references into this tier's spool; they help each other out with specs.
+            fields: names; all that each reference has where None. The loss mask, of which nothing is ever missing, is
+                left out.
+
+        Raises:
+            NotFoundError: no one knows a field.
+            IntegrityError: a reference is damaged.
+        """
+        lookup = Lookup(self._streams, refs)
+        return [_coverage(lookup, ref, [name for name in names_of(ref, fields) if name != MASK]) for ref in refs]
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream."""
@@ -283,6 +298,20 @@ class _Call(NamedTuple):
         check_out(out, rows.shape, view.stored if view else rows.dtype, field=name)
         np.copyto(out, rows, casting="unsafe")
         return out
+
+
+def _coverage(lookup: Lookup, ref: Ref, names: Sequence[str]) -> dict[str, Coverage]:
+    check_lengths(ref)
+    found = {}
+    for name in names:
+        if name in ref.inline:
+            view, gaps = lookup.view(ref, name), []
+        else:
+            selection = lookup.select(ref, name, [(0, ref.n_tokens)], sparse=True)
+            view, gaps = (selection.view, selection.gaps) if selection is not None else (None, [])
+        if view is not None:
+            found[name] = Coverage(view.spec, tuple((gap.start, gap.stop) for gap in gaps if gap.stop > gap.start))
+    return found
 
 
 def _ragged(ref: Ref, name: str, selection: Selection, batch: Batch) -> RaggedColumn:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spool.formats.arrays import Ragged
 
 if TYPE_CHECKING:
+    from spool.model.fields import FieldSpec
     from spool.model.refs import Ref
 
-__all__ = ["ByteRange", "Ragged", "Sample"]
+__all__ = ["ByteRange", "Coverage", "Ragged", "Sample"]
 
 
 class Sample(Mapping[str, Any]):
@@ -63,3 +64,15 @@ class ByteRange(NamedTuple):
     field: str
     rows: tuple[int, int]
     stream: str
+
+
+class Coverage(NamedTuple):
+    """What a field of a reference is, and what of it is missing.
+
+    Attributes:
+        spec: of the field; the first stream's, where several hold it.
+        gaps: half-open ranges of positions that were never sent: tokens, rows of the forward, or steps.
+    """
+
+    spec: FieldSpec
+    gaps: tuple[tuple[int, int], ...]

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, NamedTuple
 
 from spool.model.refs import Unit
+from spool.model.rows import forward_rows
 from spool.rollout.coverage import EMPTY, Cover, cover, cut, moved, overlay
-from spool.rollout.rows import forward_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -24,11 +24,11 @@ from spool.model.events import (
 )
 from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, Span, StepRef, Unit
+from spool.model.rows import check_units, forward_rows, row_at
 from spool.rollout.chains import ROOT, Chain, Chains
 from spool.rollout.coverage import EMPTY, Range, arrays, cover
 from spool.rollout.plan import AppendPlan, Lengths, plan_fields
 from spool.rollout.prefix import Digests
-from spool.rollout.rows import check_units, forward_rows, row_at
 from spool.rollout.tree import StepTree
 
 __all__ = ["AppendPlan", "Chain", "Range", "SessionState"]

@@ -8,17 +8,16 @@ from msgspec.structs import replace
 
 from spool.errors import InputError
 from spool.model.fields import LOSS_MASK
-from spool.model.refs import Inline, Ref, SegmentRef, Span, VersionSpan
-from spool.rollout.coverage import EMPTY, arrays, cover, cut
+from spool.model.refs import Ref, SegmentRef, Span, VersionSpan, clipped, cut
+from spool.model.rows import forward_rows, tokens_within
+from spool.rollout.coverage import EMPTY, arrays
 from spool.rollout.coverage import gaps as gaps_in
-from spool.rollout.rows import forward_rows, row_at, tokens_within
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
     from spool.model.events import StepCommitted
-    from spool.model.fields import Align, FieldSpec
-    from spool.model.refs import Extent
+    from spool.model.fields import FieldSpec
     from spool.rollout.coverage import Cover
     from spool.rollout.state import SessionState
 
@@ -128,7 +127,7 @@ def _path_segment(state: SessionState, leaf: StepCommitted, *, superseded: bool)
     chain, path = state.chain(leaf.index), state.path(leaf.index)
     parts = _spoken(path)
     spans = tuple(Span(step.index, step.n_prompt, stop) for step, stop in parts)
-    versions = [each for step, stop in parts for each in _clipped(step.versions, stop)]
+    versions = [each for step, stop in parts for each in clipped(step.versions, stop)]
     return SegmentRef(
         **state.identity,
         view="lineage",
@@ -242,61 +241,10 @@ def head(ref: R, n_tokens: int, fields: Iterable[FieldSpec]) -> R:
     Raises:
         InputError: there are fewer tokens, or a field of unknown spec.
     """
-    if not 0 <= n_tokens <= ref.n_tokens:
-        raise InputError(f"{n_tokens} tokens of a reference that has {ref.n_tokens} were asked for", tokens=n_tokens)
-    if n_tokens == ref.n_tokens:
-        return ref
-    rows, start = forward_rows(ref.units, n_tokens), min(ref.response_start, n_tokens)
-    specs = {spec.name: spec for spec in fields}
-    counts = {"token": n_tokens, "response": n_tokens - start, "forward": rows, "step": None}
-    changes: dict[str, Any] = {
-        "n_tokens": n_tokens,
-        "n_rows": row_at(ref.units, n_tokens),
-        "response_start": start,
-        "spans": _clipped(ref.spans, n_tokens),
-        "versions": _clipped(ref.versions, n_tokens),
-        "units": tuple(unit for unit in ref.units if unit.position < n_tokens),
-        "extents": _cut_extents(ref.extents, specs.values(), n_tokens, rows),
-        "inline": {name: _cut_inline(part, counts[_inline_align(name, specs)]) for name, part in ref.inline.items()},
-    }
-    if isinstance(ref, SegmentRef):
-        changes["cut_tokens"] = ref.cut_tokens + ref.n_tokens - n_tokens
-    return replace(ref, **changes)
-
-
-S = TypeVar("S", Span, VersionSpan)
-
-
-def _clipped(spans: Iterable[S], end: int) -> tuple[S, ...]:
-    return tuple(span if span.stop <= end else replace(span, stop=end) for span in spans if span.start < end)
-
-
-def _cut_extents(
-    extents: Mapping[str, tuple[Extent, ...]], specs: Iterable[FieldSpec], n_tokens: int, rows: int
-) -> dict[str, tuple[Extent, ...]]:
-    kept: dict[str, tuple[Extent, ...]] = {}
-    known: set[str] = set()
-    for spec in specs:
-        known.update(array.name for array in spec.arrays)
-        whole = cover(spec, extents)
-        stop = rows if spec.align == "forward" else n_tokens
-        kept |= arrays(spec, whole if spec.align == "step" else cut(whole, 0, stop))
-    if unknown := extents.keys() - known:
+    specs = list(fields)
+    align = {spec.name: spec.align for spec in specs}
+    unknown = ref.extents.keys() - {array.name for spec in specs for array in spec.arrays}
+    unknown |= ref.inline.keys() - align.keys() - {LOSS_MASK.name}
+    if unknown and n_tokens < ref.n_tokens:
         raise InputError(f"no spec says how to cut {sorted(unknown)}; pass those of all fields", fields=sorted(unknown))
-    return kept
-
-
-def _inline_align(name: str, specs: Mapping[str, FieldSpec]) -> Align:
-    # Inline, the loss mask is the one that a reader gets: over all tokens.
-    if name == LOSS_MASK.name:
-        return "token"
-    if name not in specs:
-        raise InputError(f"no spec says how to cut inline {name!r}; pass those of all fields", fields=[name])
-    return specs[name].align
-
-
-def _cut_inline(part: Inline, n: int | None) -> Inline:
-    if n is None:
-        return part
-    row_bytes = len(part.data) // max(part.shape[0], 1)
-    return Inline(part.dtype, (n, *part.shape[1:]), part.data[: n * row_bytes])
+    return cut(ref, n_tokens, align)

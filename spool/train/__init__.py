@@ -1,1 +1,71 @@
-"""The trainer's side: what each rank of a mesh consumes."""
+"""The trainer's side: from references to what a trainer takes.
+
+::
+
+    batch = spool.train.restore(sp, refs, layout="slime", framework="torch")
+
+`plan` shares out a mini-batch over the ranks of a mesh, `restore` gives whole batches, `LazyRouting` the routing of one
+layer of a micro-batch at a time, `token_versions` and `staleness` how old each token's weights are. Torch is imported
+where a call asks for tensors, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spool.train.batches import restore
+    from spool.train.lazy import LazyRouting, RoutedLayer
+    from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
+    from spool.train.ranks import RankSlice
+    from spool.train.versions import VersionOrder, staleness, token_versions, version_order
+
+_HOME = {
+    "Item": "spool.train.planner",
+    "LazyRouting": "spool.train.lazy",
+    "Mesh": "spool.train.planner",
+    "Place": "spool.train.planner",
+    "Plan": "spool.train.planner",
+    "RankSlice": "spool.train.ranks",
+    "RoutedLayer": "spool.train.lazy",
+    "VersionOrder": "spool.train.versions",
+    "plan": "spool.train.planner",
+    "plan_from_json": "spool.train.planner",
+    "plans": "spool.train.planner",
+    "restore": "spool.train.batches",
+    "staleness": "spool.train.versions",
+    "token_versions": "spool.train.versions",
+    "version_order": "spool.train.versions",
+}
+
+__all__ = [
+    "Item",
+    "LazyRouting",
+    "Mesh",
+    "Place",
+    "Plan",
+    "RankSlice",
+    "RoutedLayer",
+    "VersionOrder",
+    "plan",
+    "plan_from_json",
+    "plans",
+    "restore",
+    "staleness",
+    "token_versions",
+    "version_order",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'spool.train' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

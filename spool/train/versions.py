@@ -1,0 +1,130 @@
+"""Which weights generated a token, and how far behind the current ones these are. From references alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from spool.arguments import listed, refused
+from spool.errors import InputError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from spool.model.refs import Ref
+
+NO_VERSION = -1
+"""Stands for tokens that no weights generated, or of which nobody said which."""
+
+_MOST = (1 << 63) - 1
+
+
+class VersionOrder(NamedTuple):
+    """How the weight versions of a batch are numbered: newer ones higher.
+
+    Attributes:
+        numbers: by version.
+        names: the versions by number, where they are not numbers themselves; None where they are.
+        current: number of the current weights; None where nobody said which these are.
+    """
+
+    numbers: dict[str, int]
+    names: tuple[str, ...] | None
+    current: int | None
+
+    def number(self, version: str) -> int:
+        """Return the number of a version.
+
+        Raises:
+            InputError: it is none of these.
+        """
+        found = self.numbers.get(version)
+        if found is None:
+            raise InputError(
+                f"weight version {version!r} is none of those in version=: {', '.join(self.numbers)}; name them all, "
+                "oldest first",
+                version=version,
+            )
+        return found
+
+
+def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None = None) -> VersionOrder:
+    """Return how the weight versions of references are ordered: by number if all are numbers, else as they appear.
+
+    Args:
+        refs: the references of a batch.
+        version: of the current weights; where versions are no numbers and it appears in no reference it is the newest.
+            Or all versions there are, oldest first, the current one last.
+
+    Raises:
+        InputError: ``version`` is neither, or lacks one that a reference has.
+    """
+    found = dict.fromkeys(span.version for ref in refs for span in ref.versions)
+    if version is not None and not isinstance(version, str | int):
+        return _told(listed("version", version, str, "a version, or all of them, oldest first"), found)
+    current = None if version is None else str(version)
+    names = tuple(found if current is None or current in found else [*found, current])
+    if all(name.isdecimal() for name in names):
+        if all(int(name) <= _MOST for name in names):
+            return VersionOrder({name: int(name) for name in names}, None, None if current is None else int(current))
+        names = tuple(sorted(names, key=int))
+    numbers = {name: number for number, name in enumerate(names)}
+    return VersionOrder(numbers, names, None if current is None else numbers[current])
+
+
+def _told(versions: Sequence[str], found: Iterable[str]) -> VersionOrder:
+    names = tuple(dict.fromkeys(versions))
+    if not names:
+        raise refused("version", "a version, or all of them, oldest first", versions)
+    order = VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1)
+    for version in found:
+        order.number(version)
+    return order
+
+
+def token_versions(ref: Ref, order: VersionOrder) -> NDArray[np.int64]:
+    """Return the number of the version that generated each token, -1 for the others; int64 ``[T]``."""
+    versions = np.full(ref.n_tokens, NO_VERSION, np.int64)
+    for span in ref.versions:
+        versions[span.start : span.stop] = order.number(span.version)
+    return versions
+
+
+def staleness(versions: NDArray[np.int64], order: VersionOrder) -> NDArray[np.int64]:
+    """Return how far behind the current weights those of each token are; 0 for a token without a version.
+
+    Args:
+        versions: as `token_versions` returns them.
+        order: with ``current``. Where versions are numbers the distance is their difference, else how many of the
+            ordered versions are newer. It is negative for weights that are newer than the current ones.
+
+    Raises:
+        InputError: nobody said which weights are current.
+    """
+    if order.current is None:
+        raise refused("version", "the version of the current weights", None)
+    return np.where(versions == NO_VERSION, 0, order.current - versions)
+
+
+def masked_versions(
+    ref: Ref, versions: NDArray[np.int64], order: VersionOrder, mask_versions: Any
+) -> NDArray[np.bool_] | None:
+    """Return which tokens are not trained because of the weights they come from; bool ``[T]``, None for none.
+
+    Args:
+        ref: the reference.
+        versions: its tokens'.
+        order: of the batch.
+        mask_versions: ``all`` weights train; the segment's ``last`` ones; or those that are at most so far behind.
+    """
+    newest = ref.version_span
+    if mask_versions == "all" or newest is None:
+        return None
+    old: NDArray[np.bool_]
+    if mask_versions == "last":
+        old = versions != order.number(newest[1])
+    else:
+        old = (versions != NO_VERSION) & (staleness(versions, order) > mask_versions)
+    return old
