@@ -19,7 +19,7 @@ FRESH_S = 1.0
 """Looks at the cold root that are closer together are left out where what was seen last will do."""
 PATIENCE_S = 5.0
 """How long an answer about what a hot root has waits for a cold one that does not answer."""
-START_PATIENCE_S = 1.0
+START_PATIENCE_S = 2.0
 """How long the start of a session waits for it."""
 AGAIN_S = 30.0
 """After that it is not asked for so long."""
