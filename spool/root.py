@@ -162,14 +162,14 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
         IntegrityError: a spool is there, but its ``spool.json`` is lost.
         StorageError: one cannot be written.
     """
-    known = read_identity(root)
-    if known is None:
-        _check_not_inside(root)
     check_hot_root(root)
+    if not os.path.exists(os.path.join(root, "spool.json")):
+        _check_not_inside(root)
     try:
         os.makedirs(os.path.join(root, "streams"), exist_ok=True)
     except OSError as error:
         raise map_os_error(error, what="make a spool at", path=root) from error
+    known = read_identity(root)
     if known is None and _has_records(root):
         known = read_identity(root)  # another process may have been making it
         if known is None:

@@ -217,17 +217,22 @@ def test_a_hot_root_that_joins_beside_a_new_node_keeps_its_id_or_says_so(hostile
         record(sp, "one")
     before = (alone / "spool.json").read_bytes()
     with contextlib.closing(open_objects(s3_root)) as objects:
-        hostile.fault("delay", "PUT", part="spool.json", n=1.0, times=1)  # the new node's, which the other overtakes
+        hostile.fault("delay", "PUT", part="spool.json", n=3.0, times=1)  # the new node's, which the other overtakes
         maker = nodes.start("create", uri=nodes.location(tmp_path / "new", s3_root))
         maker.stdout.readline()
         maker.stdin.write("go\n")
         maker.stdin.flush()
         while not any("spool.json" in path for method, path in hostile.requests if method == "PUT"):
             assert maker.poll() is None
-        with spool.open(nodes.location(alone, s3_root)) as sp:
-            spool_id = sp.spool_id
-        assert spool_id.encode() in before and spool_id.encode() in objects.get("spool.json")
-        assert nodes.result(maker) == [spool_id]
+        try:
+            with spool.open(nodes.location(alone, s3_root)) as sp:
+                spool_id = sp.spool_id
+        except spool.ConfigError:  # on a slow machine the other one is first all the same
+            assert (alone / "spool.json").read_bytes() == before
+            (spool_id,) = nodes.result(maker)
+        else:
+            assert nodes.result(maker) == [spool_id] and spool_id.encode() in before
+        assert spool_id.encode() in objects.get("spool.json")
 
 
 def test_nodes_that_make_a_spool_write_the_same_identity(s3_root, tmp_path):

@@ -277,7 +277,7 @@ def test_under_pressure_only_nothing_goes_up_before_it_is_needed(tmp_path):
         for index in range(120):
             add(sp, f"s{index}", 10 + index)
         assert np.array_equal(sp.read(early[0])["routed_experts"], expected(1))
-        assert read_status(f"{tmp_path}/hot").n_spilled > 2
+        wait_for(lambda: read_status(f"{tmp_path}/hot").n_spilled > 2, what="what pressure brings over")
 
 
 def test_which_packs_go_up(tmp_path):
