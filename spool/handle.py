@@ -509,6 +509,12 @@ class Spool:
         chosen = arguments.optional(arguments.names, "fields", fields)
         return self._readers.locate(ref, fields=chosen, tokens=tokens, layers=layers)
 
+    def field_spec(self, ref: Ref, name: str) -> FieldSpec | None:
+        """Return what a field of a reference is, late arrays included; None where nothing says so."""
+        self._recorder.check_open()
+        arguments.instance("ref", ref, Ref, _REFERENCES)
+        return self._readers.spec(ref, arguments.text("name", name))
+
     # -- the files ---------------------------------------------------------------------------------------------------
 
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:

@@ -16,7 +16,7 @@ from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
 from spool.logs.packs import GoneMark, parse_tombstone, read_gone
-from spool.model.fields import BUILT_IN, Schema
+from spool.model.fields import BUILT_IN, FieldSpec, Schema
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
 from spool.observe import Observer
 from spool.read.cold import ColdTier
@@ -115,6 +115,15 @@ class Readers:
         """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
         self._look(ref)
         return self._of(ref).select(ref, name)
+
+    def spec(self, ref: Ref, name: str) -> FieldSpec | None:
+        """See `Spool.field_spec`."""
+        whole = self._with_attached(ref, [name])
+        try:
+            found = self.select(whole, name)
+        except NotFoundError:
+            return None
+        return None if found is None else found.view.spec
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream of this spool."""
