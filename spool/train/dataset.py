@@ -33,9 +33,9 @@ from spool.sizes import parse_size
 from spool.train.order import BatchBy, Ends, Order, Rules
 from spool.train.packing import Packer, Wanted
 from spool.train.snapshot import Snapshot, snapshot_of
-from spool.train.stream import Batches, Oversize, Share
+from spool.train.stream import Batch, Batches, Oversize, Share
 
-__all__ = ["Batches", "SegmentDataset"]
+__all__ = ["Batch", "Batches", "SegmentDataset"]
 
 T = TypeVar("T")
 Framework = Literal["torch", "numpy"]
