@@ -14,6 +14,7 @@ FIELDS = (
     spool.FieldSpec(name="value", dtype="bfloat16", align="token", shape=(2,)),
     spool.FieldSpec(name="entropy", dtype="float32", align="response"),
     spool.FieldSpec(name="kept", dtype="int32", align="response", ragged=True),
+    spool.FieldSpec(name="links", dtype="int16", align="token", ragged=True, positions=True, missing=-1),
     spool.FieldSpec(name="parent", dtype="int16", align="token", positions=True, missing=-1),
     spool.FieldSpec(name="kl", dtype="float32", align="step"),
 )
@@ -40,6 +41,7 @@ def record(sp, session_id, *, n_steps=2, n_prompt=9, n_response=6, units=(), rew
                 "value": rng.standard_normal((n, 2)).astype(ml_dtypes.bfloat16),
                 "entropy": rng.random(n_response, np.float32),
                 "kept": [rng.integers(0, 99, count).tolist() for count in counts],
+                "links": [[-1, *range(max(token - 2, 0), token)] for token in range(n)],
                 "parent": np.arange(n, dtype=np.int16) - 1,
                 "kl": float(rng.random()),
             },
@@ -73,9 +75,9 @@ def record_run(sp):
 
 
 def packed(samples, fill=-1):
-    """Return what a batch of these samples must hold: row by row, with lists."""
+    """Return what a batch of these samples must hold, row by row; its arrays, and its ragged fields as lists."""
     rows = {name: [] for name in ("token_ids", "loss_mask", "logprobs", "entropy", "routed_experts", "value", "parent")}
-    kept, kl, cu, cu_steps, positions = [], [], [0], [0], []
+    kept, links, kl, cu, cu_steps, positions = [], [], [], [0], [0], []
     for sample in samples:
         ref, begin = sample.ref, cu[-1]
         sizes = {unit.position: unit.n_rows for unit in ref.units}
@@ -91,13 +93,15 @@ def packed(samples, fill=-1):
                     rows[name].append(sample[name][answer] if answer >= 0 else 0)
                 ends = sample["kept"].offsets[answer : answer + 2] if answer >= 0 else (0, 0)
                 kept.append(sample["kept"].values[slice(*ends)].tolist())
+                own = sample["links"].values[slice(*sample["links"].offsets[token : token + 2])].tolist()
+                links.append([position + begin if position >= 0 else position for position in own])
         rows["routed_experts"] += [*sample["routed_experts"], np.full((3, 2), fill)]
         kl += sample["kl"].tolist()
         cu.append(begin + ref.n_rows)
         cu_steps.append(len(kl))
         positions += range(ref.n_rows)
     more = {"kl": kl, "cu_seqlens": cu, "cu_steps": cu_steps, "position_ids": positions}
-    return {name: np.array(value) for name, value in {**rows, **more}.items()}, kept
+    return {name: np.array(value) for name, value in {**rows, **more}.items()}, {"kept": kept, "links": links}
 
 
 class Environment:

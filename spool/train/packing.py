@@ -26,7 +26,6 @@ Array = NDArray[Any]
 ADDED = ("cu_seqlens", "cu_steps", "position_ids")
 """Names in a batch that are no fields."""
 
-_REUSE_BYTES = 512 << 20
 _KNOWN = {TOKEN_IDS.name: TOKEN_IDS, LOGPROBS.name: LOGPROBS, LOSS_MASK.name: LOSS_MASK}
 
 
@@ -58,7 +57,7 @@ class Packer:
 
     def __init__(self, sp: Spool, wanted: Wanted, fill: int) -> None:
         self._sp, self._wanted, self._fill = sp, wanted, fill
-        self._memory = Memory(_REUSE_BYTES)
+        self._memory = Memory(sp.config.reuse_bytes)
         self._specs: dict[str, FieldSpec] = {}
 
     def pack(self, refs: Sequence[SegmentRef]) -> dict[str, Any]:
