@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replaying import WHERE, Environment, facts, packed, record, record_run
+from replaying import FIELDS, WHERE, Environment, facts, packed, record, record_run
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -31,6 +31,7 @@ from spool.importers import read_runs
 from spool.importers.base import ImportedRun
 from spool.importers.record import record_run as record_imported
 from spool.model.refs import Extent, SegmentRef
+from spool.spiller.evict import evict
 from spool.train import stream
 from spool.train.dataset import SegmentDataset
 from spool.train.order import Rules, epoch_of, units_of
@@ -398,6 +399,23 @@ def test_two_ranks_of_two_workers_over_three_epochs(run, context):
     assert len(set(orders)) == len(orders)
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_one_segment_is_remote_and_one_is_local(tmp_path, s3_root, context):
+    with spool.open(f"file://{tmp_path}/hot?spill={s3_root}&publish_interval_s=0.1") as sp:
+        sp.publish(record(sp, "remote", seed=1), timeout_s=120)
+        for row in sp._catalog.packs.rows("spilled"):
+            evict(sp.config.root, sp._catalog, row.stream, row.pack)
+        record(sp, "local", seed=2)
+        dataset = SegmentDataset(sp.config.uri)
+        want = [facts(batch) for batch in dataset.batches()]
+        assert [names for names, *_ in want] == [["remote@lineage/0"], ["local@lineage/0"]]
+        loader = DataLoader(
+            dataset.batches(), batch_size=None, num_workers=2, multiprocessing_context=context,
+            worker_init_fn=Environment(),
+        )  # fmt: skip
+        assert [facts(batch) for batch in loader] == want
+
+
 def test_batches_through_a_loader_keep_what_they_say(hot):
     dataset = SegmentDataset(hot.config.uri, where=WHERE)
     (first, *_) = DataLoader(dataset.batches(batch_size=2), batch_size=None, num_workers=1)
@@ -468,6 +486,7 @@ def test_a_dataset_pickles_with_its_segments_and_opens_for_itself(hot):
     record(hot, "later", seed=50)
     other = pickle.loads(pickle.dumps(dataset))
     assert other._opened is None
+    assert other.fingerprint == dataset.fingerprint != SegmentDataset(hot.config.uri, where=WHERE).fingerprint
     assert [other.ref(i) for i in range(len(other))] == [dataset.ref(i) for i in range(len(dataset))]
     assert same(other[4]["token_ids"], hot.read(dataset.ref(4))["token_ids"])
     batches = other.batches()
@@ -476,6 +495,29 @@ def test_a_dataset_pickles_with_its_segments_and_opens_for_itself(hot):
 
 
 # -- a run that goes on, or goes away ----------------------------------------------------------------------------------
+
+
+def test_segments_of_several_models(hot):
+    rng = np.random.default_rng(0)
+    for name, shape in (("narrow", spool.MoEShape(3, 128, 2)), ("deep", spool.MoEShape(5, 300, 2))):
+        session = hot.session(name, experts=shape)
+        rows = rng.permuted(np.tile(np.arange(99), (5, shape.num_layers, 1)), axis=2)
+        session.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4, 5, 6], routed_experts=rows[:, :, :2])
+        session.finalize(outcome="completed")
+
+    def of(*names, **more):
+        where = f"session_id in {names}"
+        return SegmentDataset(hot.config.uri, where=where, fields=["routed_experts"], framework="numpy", **more)
+
+    (batch,) = of("s0", "narrow").batches(batch_size=2)
+    assert batch["routed_experts"].dtype == np.int32
+    for pair, dtype in ((("s0", "deep"), "train"), (("narrow", "s0"), "stored")):
+        said = r"segments of one batch differ in what a field is, .* filter with where="
+        with pytest.raises(InputError, match=said):
+            for numbers in ([0, 1], [1, 0]):
+                dataset = of(*pair, dtype=dtype)
+                dataset.packs(fill=0)([dataset.ref(number) for number in numbers])
+    assert [len(sample["routed_experts"][0]) for sample in of("s0", "deep").__getitems__([0, 1])] == [3, 5]
 
 
 def test_a_run_that_is_being_recorded_does_not_shift_it(hot):
@@ -643,6 +685,21 @@ def test_a_snapshot_takes_few_bytes():
     assert len(empty.rows) == 0
 
 
+def test_what_a_field_is(hot):
+    dataset = SegmentDataset(hot.config.uri, where=WHERE)
+    ref = dataset.ref(0)
+    assert hot.field_spec(ref, "kl") == next(spec for spec in FIELDS if spec.name == "kl")
+    assert hot.field_spec(ref, "logprobs").align == "response"
+    assert hot.field_spec(ref, "teacher") is None
+    hot.attach(ref, teacher=np.arange(ref.n_rows, dtype=np.float32) - 5, align="token")
+    assert hot.field_spec(ref, "teacher").align == "token"
+    late = SegmentDataset(hot.config.uri, where=f"session_id = '{ref.session_id}'", fields=["teacher"])
+    (batch,) = late.batches()
+    assert batch["teacher"].tolist() == list(range(-5, ref.n_rows - 5))
+    with pytest.raises(InputError, match="ref must be references"):
+        hot.field_spec("s0", "kl")
+
+
 def test_a_dataset_of_nothing(hot):
     dataset = SegmentDataset(hot.config.uri, where="n_tokens > 100000")
     assert len(dataset) == 0
@@ -669,6 +726,9 @@ def test_what_is_wrong_is_named(hot, tmp_path):
         ({"lost": "ignore"}, "lost must be one of error, skip"),
         ({"framework": "jax"}, "framework must be one of torch, numpy"),
         ({"fields": "token_ids"}, r"fields must be a list of names.*write fields=\['token_ids'\]"),
+        ({"dtype": "int32"}, "dtype must be one of train, stored"),
+        ({"verify": True}, "verify must be one of whole, always, never"),
+        ({"layers": 3}, "layers must be a slice of absolute layers"),
         ({"seed": -1}, "seed must be an integer, at least 0"),
         ({"where": "rewrd > 1"}, "did you mean reward"),
         ({"view": "tree"}, "view must be one of"),

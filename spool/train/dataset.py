@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.arguments import integer, names, one_of, optional, refused
+from spool.arguments import instance, integer, names, one_of, optional, refused
 from spool.config import parse_uri
 from spool.errors import AbsentError, GapError, InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError
 from spool.formats.arrays import Ragged
@@ -86,6 +86,10 @@ class SegmentDataset:
         one_of("order", order, get_args(Order))
         one_of("lost", lost, ("error", "skip"))
         one_of("framework", framework, get_args(Framework))
+        one_of("dtype", dtype, ("train", "stored"))
+        one_of("verify", verify, ("whole", "always", "never"))
+        if layers is not None:
+            instance("layers", layers, slice, "a slice of absolute layers")
         chosen = optional(names, "fields", fields)
         self._wanted = Wanted(
             fields=None if chosen is None else tuple(chosen), layers=layers, dtype=dtype, missing=missing, verify=verify
@@ -124,6 +128,11 @@ class SegmentDataset:
     def n_bytes(self) -> int:
         """Memory that the references take."""
         return self._snapshot.n_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """16 characters that are equal where datasets have the same segments in the same order."""
+        return self._snapshot.fingerprint(len(self))
 
     # -- map-style ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +189,8 @@ class SegmentDataset:
             oversize: a unit of more than ``max_tokens`` is a batch of its own (``alone``), or an ``error`` right here.
             buffer: shuffled: the next unit is drawn from so many, in recorded order; from all where None.
             rank, world_size: of the data-parallel ranks; those of torch.distributed, where it is initialised, or 0 of
-                1. Every rank must have made its dataset of the same segments: send it one, pickled, where a run is
-                still being recorded.
+                1. All ranks need datasets of the same `fingerprint`: of a run that is still being recorded, make one
+                and send it to them, pickled.
             ends: where ranks do not get equally many batches: ``uneven``: so be it, every segment comes once;
                 ``repeat``: some come twice; ``drop``: some do not come in this epoch.
             fill: stands in ``forward`` fields for the last row of a segment, which no forward has.

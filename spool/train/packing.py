@@ -76,11 +76,7 @@ class Packer:
         """
         begins = [*accumulate((ref.n_rows for ref in refs), initial=0)]
         columns = [self._column(name, refs, begins) for name in self._names(refs)]
-        out = [
-            {column.spec.name: slot for column in columns if (slot := column.slot(i)) is not None}
-            for i in range(len(refs))
-        ]
-        samples = self._wanted.read(self._sp, refs, fields=[column.spec.name for column in columns], out=out)
+        samples = self._read(refs, columns)
         packed: dict[str, Any] = {}
         for column in columns:
             values = [sample[column.spec.name] for sample in samples]
@@ -90,6 +86,21 @@ class Packer:
         packed["cu_seqlens"] = _int32(begins)
         packed["position_ids"] = np.concatenate([np.arange(ref.n_rows) for ref in refs] or [np.arange(0)])
         return packed
+
+    def _read(self, refs: Sequence[SegmentRef], columns: Sequence[_Column]) -> list[Sample]:
+        """Read segments into their places, as far as these are known."""
+        slots = [{column.spec.name: column.slot(number) for column in columns} for number in range(len(refs))]
+        out = [{name: slot for name, slot in own.items() if slot is not None} for own in slots]
+        names = [column.spec.name for column in columns]
+        try:
+            return self._wanted.read(self._sp, refs, fields=names, out=out)
+        except InputError as error:
+            self._wanted.read(self._sp, refs, fields=names)  # raises what is wrong beside the places
+            raise InputError(
+                f"segments of one batch differ in what a field is, {refs[0].id} from others: {error}; filter with "
+                "where= so that all are of one model, or leave the field out, fields=",
+                **error.details,
+            ) from error
 
     def _names(self, refs: Sequence[SegmentRef]) -> list[str]:
         if not refs:
@@ -166,7 +177,17 @@ def _place(align: str, ref: SegmentRef, begin: int) -> _Place:
 
 
 class _Column(NamedTuple):
-    """A field of a batch on its way; ``array`` takes its rows, or how many values each has, or is made at the end."""
+    """A field of a batch on its way.
+
+    Attributes:
+        spec: what it is.
+        align: what its rows stand for; ``token`` for the loss mask, which a read gives for every token.
+        refs: the segments.
+        begins: the first row of each in the batch, and one past the last row of all.
+        places: where the rows of each go.
+        array: takes the rows, or of a ragged field how many values each row has; None where rows are joined at the end.
+        fill: stands where a segment has no row.
+    """
 
     spec: FieldSpec
     align: str
