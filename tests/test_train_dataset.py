@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import json
 import os
 import pickle
@@ -756,6 +758,27 @@ def test_what_is_wrong_is_named(hot, tmp_path):
     session.finalize(outcome="completed")
     with pytest.raises(InputError, match="cu_steps is the name of what a batch has beside its fields"):
         list(SegmentDataset(uri, where="session_id = 'named'").batches())
+
+
+ODD = (object(), 3.5, -1, 2**70, True, "x", b"x", [], [3], {}, float("nan"), slice(1, 0), np.arange(2))
+
+
+@pytest.mark.parametrize("argument", inspect.signature(SegmentDataset).parameters)
+def test_an_odd_argument_of_a_dataset_is_refused_by_a_typed_error(hot, argument):
+    for odd in ODD:
+        with contextlib.suppress(spool.SpoolError), SegmentDataset(**{"uri": hot.config.uri, argument: odd}) as dataset:
+            next(iter(dataset.batches()), None)
+
+
+@pytest.mark.parametrize("argument", list(inspect.signature(SegmentDataset.batches).parameters)[1:])
+def test_an_odd_argument_of_batches_is_refused_by_a_typed_error(hot, argument):
+    dataset = SegmentDataset(hot.config.uri, order="shuffled", where=WHERE)
+    for odd in ODD:
+        with contextlib.suppress(spool.SpoolError):
+            next(iter(dataset.batches(**{argument: odd})), None)
+    for odd in ODD:
+        with contextlib.suppress(spool.SpoolError):
+            dataset.batches().load_state_dict(odd)
 
 
 def test_without_torch_it_says_what_to_do(hot, monkeypatch):

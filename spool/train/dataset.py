@@ -88,6 +88,8 @@ class SegmentDataset:
         one_of("framework", framework, get_args(Framework))
         one_of("dtype", dtype, ("train", "stored"))
         one_of("verify", verify, ("whole", "always", "never"))
+        if not isinstance(missing, str) or missing != "error":
+            integer("missing", missing)
         if layers is not None:
             instance("layers", layers, slice, "a slice of absolute layers")
         chosen = optional(names, "fields", fields)
