@@ -109,11 +109,12 @@ def test_segments_are_those_that_a_plain_loop_reads(run, framework):
         dataset[13]
 
 
-def test_batches_are_packed_row_by_row(run):
+@pytest.mark.parametrize("max_tokens", [1, 90, 10_000])
+def test_batches_are_packed_row_by_row(run, max_tokens):
     dataset = SegmentDataset(run.uri, where=WHERE, framework="numpy")
     by_id = {sample.ref.id: sample for sample in run.samples}
     seen = []
-    for batch in dataset.batches(max_tokens=90):
+    for batch in dataset.batches(max_tokens=max_tokens):
         want, ragged = packed([by_id[ref.id] for ref in batch.refs])
         assert batch.keys() == want.keys() | ragged.keys()
         for name, value in want.items():
@@ -129,8 +130,8 @@ def test_batches_are_packed_row_by_row(run):
         assert batch["parent"].dtype == np.int64
         seen += batch.refs
     assert seen == run.refs
-    tensors = next(iter(SegmentDataset(run.uri, where=WHERE).batches(max_tokens=90)))
-    whole = next(iter(dataset.batches(max_tokens=90)))
+    tensors = next(iter(SegmentDataset(run.uri, where=WHERE).batches(max_tokens=max_tokens)))
+    whole = next(iter(dataset.batches(max_tokens=max_tokens)))
     assert all(same(tensors[name], whole[name]) for name in whole)
     assert tensors["value"].dtype == torch.bfloat16
 
@@ -289,8 +290,8 @@ def test_every_segment_comes_once_and_resuming_is_exact(segments, rules, world_s
         workers, seen = Workers(patch), []
         for rank in range(world_size):
             batches = Batches(dataset, rules, Share(rank, world_size, "uneven"), "alone", -1, 0)
-            whole = list(batches)
-            assert len(whole) == len(copy.copy(batches)) or rules.order == "shuffled"
+            n_batches, whole = len(batches), list(batches)
+            assert len(whole) == n_batches
             fresh = Batches(dataset, rules, Share(rank, world_size, "uneven"), "alone", -1, 0)
             assert ids(workers(fresh, data.draw(st.integers(1, 4)))) == ids(whole)
             for at in range(len(whole)):
@@ -804,7 +805,27 @@ def test_states_of_something_else_are_refused(hot):
         batches.set_epoch(-1)
 
 
-def test_ranks_are_those_of_torch_distributed(tmp_path, hot):
+def test_a_storage_that_failed_loses_no_batch(hot, monkeypatch):
+    dataset = SegmentDataset(hot.config.uri, where=WHERE, order="shuffled", seed=3)
+    want, calls, read = [facts(batch) for batch in dataset.batches(batch_size=2)], [], spool.Spool.read
+
+    def failing(self, refs, **more):
+        calls.append(refs)
+        if len(calls) == 4:
+            raise spool.StorageError("the storage is away")
+        return read(self, refs, **more)
+
+    monkeypatch.setattr(spool.Spool, "read", failing)
+    batches, found = dataset.batches(batch_size=2), []
+    with pytest.raises(spool.StorageError, match="away"):
+        for batch in batches:
+            found.append(facts(batch))  # noqa: PERF401
+    assert found == want[:3]
+    batches.load_state_dict(batches.state_dict())
+    assert [facts(batch) for batch in batches] == want[3:]
+
+
+def test_ranks_are_those_of_torch_distributed(tmp_path, hot, monkeypatch):
     import torch.distributed as dist
 
     dataset = SegmentDataset(hot.config.uri, where=WHERE)
@@ -814,6 +835,10 @@ def test_ranks_are_those_of_torch_distributed(tmp_path, hot):
         assert dataset.batches()._share == (0, 1, "uneven")
     finally:
         dist.destroy_process_group()
+    here = {"is_available": lambda: True, "is_initialized": lambda: True}
+    there = SimpleNamespace(**here, get_rank=lambda: 3, get_world_size=lambda: 8)
+    monkeypatch.setitem(sys.modules, "torch.distributed", there)
+    assert dataset.batches(ends="drop")._share == (3, 8, "drop")
 
 
 def test_the_example_trains_with_the_recorded_routing(tmp_path):
