@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -663,6 +664,16 @@ def test_prefetch_changes_no_batch(hot, prefetch_bytes):
     assert found == want
 
 
+@pytest.mark.parametrize("prefetch_bytes", [0, "1MiB"])
+def test_a_batch_that_is_let_go_of_is_gone(hot, prefetch_bytes):
+    found = iter(SegmentDataset(hot.config.uri, where=WHERE).batches(prefetch_bytes=prefetch_bytes))
+    for _ in range(3):
+        batch = next(found)
+        gone = weakref.ref(batch)
+        del batch
+        assert gone() is None
+
+
 # -- the snapshot, and what is refused ---------------------------------------------------------------------------------
 
 
@@ -795,6 +806,7 @@ def test_states_of_something_else_are_refused(hot):
     state = batches.state_dict()
     for wrong, said in [
         ("x", "state must be what state_dict"),
+        ({**state, "position": -1}, "this is not what state_dict"),
         ({"epoch": 1}, "this is not what state_dict"),
         ({**state, "rules": {**state["rules"], "seed": 9}}, "batches with seed=9, here 0: make these with the same"),
         ({**state, "worker": 1, "n_workers": 2}, r"state of worker 1 of 2.*go on from the state of the last batch"),

@@ -34,10 +34,7 @@ def read_ahead(
     ahead = _Ahead(jobs, read, n_bytes, limit_bytes)
     try:
         while ahead.begin_one():
-            result = ahead.first()
-            ahead.fill()
-            yield result
-            del result
+            yield ahead.take()
     finally:
         ahead.end()
 
@@ -60,12 +57,13 @@ class _Ahead(Generic[J, R]):
             self._begin()
         return bool(self._begun)
 
-    def first(self) -> R:
-        """Return the result of the job that was begun first."""
-        return self._begun.popleft()[0].result()
+    def take(self) -> R:
+        """Return the result of the job that was begun first, and begin the next ones, as far as the limit goes."""
+        result = self._begun.popleft()[0].result()
+        self._fill()
+        return result
 
-    def fill(self) -> None:
-        """Begin the next jobs, as far as the limit goes."""
+    def _fill(self) -> None:
         while self._look():
             if sum(size for _, size in self._begun) + self._n_bytes(self._next[0]) > self._limit_bytes:
                 return

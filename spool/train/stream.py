@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from spool.train.dataset import SegmentDataset
 
 Oversize = Literal["alone", "error"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Batch(dict[str, Any]):
@@ -82,14 +83,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
         n_workers: how many there are.
     """
 
-    epoch: int
-    position: int
-    n_segments: int
+    epoch: Count
+    position: Count
+    n_segments: Count
     fingerprint: str
     rules: Rules
-    world_size: int
-    worker: int | None = None
-    n_workers: int = 1
+    world_size: Count
+    worker: Count | None = None
+    n_workers: Count = 1
 
 
 class Batches:
@@ -128,6 +129,7 @@ class Batches:
 
     def _run(self, epoch: Epoch, numbers: range, n_workers: int) -> Iterator[Batch]:
         pack, snapshot, rate = self._dataset.packs(self._fill), self._dataset.snapshot, float("inf")
+        rank, world_size, _ = self._share
         state = self._state(self._epoch, 0)
 
         def read(number: int) -> Batch:
@@ -135,19 +137,22 @@ class Batches:
             arrays, skipped = pack(refs)
             batch = Batch(arrays)
             batch.refs, batch.skipped = tuple(ref for ref in refs if ref.id not in skipped), skipped
+            done = msgspec.structs.replace(state, position=number - rank + world_size)
+            batch.state = msgspec.to_builtins(done)
             return batch
 
         def n_bytes(number: int) -> float:
             return rate * max(int(snapshot.rows[epoch.batch(number)].sum()), 1)
 
-        found = read_ahead(numbers, read, n_bytes=n_bytes, limit_bytes=self._prefetch_bytes)
-        for number, batch in zip(numbers, found, strict=True):
-            done = number - self._share.rank + self._share.world_size
-            n_rows = max(sum(ref.n_rows for ref in batch.refs), 1)
-            rate = max(batch.n_bytes / n_rows, 0.0 if rate == float("inf") else rate)
-            batch.state = msgspec.to_builtins(msgspec.structs.replace(state, position=done))
-            self._position = done + (n_workers - 1) * self._share.world_size
-            yield batch
+        def handed_out(batch: Batch) -> Batch:
+            nonlocal rate
+            each = batch.n_bytes / max(sum(ref.n_rows for ref in batch.refs), 1)
+            rate = each if rate == float("inf") else max(each, rate)
+            self._position = batch.state["position"] + (n_workers - 1) * world_size
+            return batch
+
+        # no name here may hold a batch, so that its memory is free once the caller lets go of it
+        yield from map(handed_out, read_ahead(numbers, read, n_bytes=n_bytes, limit_bytes=self._prefetch_bytes))
         self._ended = True
 
     def __len__(self) -> int:
