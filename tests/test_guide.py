@@ -48,6 +48,15 @@ def test_the_options_of_read_are_those_of_the_code():
     assert documented == inspect.signature(Spool.read).parameters.keys() - {"self", "refs", "tokens", "layers"}
 
 
+def test_the_options_of_batches_are_those_of_the_code():
+    from spool.train.dataset import SegmentDataset
+
+    names = re.findall(
+        r"`(\w+)`", " ".join(name for name, *_ in rows_behind("| option of `batches` | default | meaning |"))
+    )
+    assert set(names) == inspect.signature(SegmentDataset.batches).parameters.keys() - {"self"}
+
+
 def test_the_columns_of_filters_are_those_of_the_code():
     from spool.catalog.query import SEGMENT, SESSION
 

@@ -5,8 +5,8 @@
     batch = spool.train.restore(sp, refs, layout="slime", framework="torch")
 
 `plan` shares out a mini-batch over the ranks of a mesh, `restore` gives whole batches, `LazyRouting` the routing of one
-layer of a micro-batch at a time, `token_versions` and `staleness` how old each token's weights are. Torch is imported
-where a call asks for tensors, and nowhere else.
+layer of a micro-batch at a time, `token_versions` and `staleness` how old each token's weights are. `SegmentDataset`
+replays a recorded run. Torch is imported where a call asks for tensors, and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spool.train.batches import restore
+    from spool.train.dataset import SegmentDataset
     from spool.train.lazy import LazyRouting, RoutedLayer
     from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
     from spool.train.ranks import RankSlice
@@ -29,6 +30,7 @@ _HOME = {
     "Plan": "spool.train.planner",
     "RankSlice": "spool.train.ranks",
     "RoutedLayer": "spool.train.lazy",
+    "SegmentDataset": "spool.train.dataset",
     "VersionOrder": "spool.train.versions",
     "plan": "spool.train.planner",
     "plan_from_json": "spool.train.planner",
@@ -47,6 +49,7 @@ __all__ = [
     "Plan",
     "RankSlice",
     "RoutedLayer",
+    "SegmentDataset",
     "VersionOrder",
     "plan",
     "plan_from_json",

@@ -47,7 +47,9 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise InputError("framework='torch' needs torch: pip install 'spool-store[torch]'") from error
+        raise InputError(
+            "framework='torch' needs torch: pip install 'spool-store[torch]', or take framework='numpy'"
+        ) from error
     return torch
 
 
@@ -63,13 +65,15 @@ def tensor(array: NDArray[Any], dtype: str, device: Any) -> Any:
         dtype: name of the dtype to widen to, one that holds every value.
         device: of torch.
     """
+    return same_memory(np.ascontiguousarray(array)).to(device).to(getattr(import_torch(), dtype))
+
+
+def same_memory(array: NDArray[Any]) -> Any:
+    """Return the tensor on the CPU that shares the memory of a writable array; bfloat16 of ml_dtypes is torch's."""
     torch = import_torch()
-    plain = np.ascontiguousarray(array)
-    if plain.dtype == numpy_dtype("bfloat16"):
-        narrow = torch.from_numpy(plain.view(np.int16)).view(torch.bfloat16)
-    else:
-        narrow = torch.from_numpy(plain)
-    return narrow.to(device).to(getattr(torch, dtype))
+    if array.dtype == numpy_dtype("bfloat16"):
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def jagged(values: Any, offsets: Sequence[int]) -> Any:
