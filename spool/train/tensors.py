@@ -48,7 +48,7 @@ def import_torch() -> Any:
         import torch
     except ImportError as error:
         raise InputError(
-            "framework='torch' needs torch: pip install 'spool-store[torch]', or take framework='numpy'"
+            "framework='torch' needs torch: pip install 'spool-store[torch]', or framework='numpy'"
         ) from error
     return torch
 
