@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hostile_s3 import HostileS3
 from s3_server import free_port
+from tiers import wait_for
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
 from spool.stores.objects import PIECE_BYTES, open_objects
@@ -67,7 +68,7 @@ def test_a_server_that_is_down_for_a_while_is_asked_again(store, s3_server, s3_r
     with contextlib.closing(open_objects(s3_root, deadline_s=20)) as late:
         with ThreadPoolExecutor(2) as threads:
             calls = [threads.submit(late.get, "k"), threads.submit(late.list, "")]
-            time.sleep(1)
+            wait_for(lambda: len(retries(caplog)) > 3, what="tries that fail")
             with HostileS3(s3_server.endpoint, port):
                 assert calls[0].result() == DATA
                 assert [info.key for info in calls[1].result()] == ["k"]
