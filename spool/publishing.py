@@ -19,6 +19,7 @@ from spool.catalog import Catalog
 from spool.errors import IntegrityError, NotFoundError, ReleasedError, SpoolError, StorageError
 from spool.feeds import Feeds
 from spool.model.refs import Ref
+from spool.sizes import format_time
 from spool.spiller.status import SILENT_S, Status
 
 log = logging.getLogger("spool.publishing")
@@ -177,7 +178,7 @@ class Publisher:
         for stream, pack in self._catalog.packs.of(sessions) | self._named(refs):
             row = self._catalog.packs.get(stream, pack)
             if row is not None and row.state == "gone":
-                at = "" if row.gone_at is None else time.strftime(" at %Y-%m-%d %H:%M:%S UTC", time.gmtime(row.gone_at))
+                at = "" if row.gone_at is None else f" at {format_time(row.gone_at)}"
                 raise ReleasedError(
                     f"pack {pack} of stream {stream} was deleted{at}: {row.reason}", stream=stream, pack=pack
                 )

@@ -243,13 +243,14 @@ class Recorder:
             StorageError: whether it is recorded cannot be told.
         """
         # What this process records itself is known here, or in the index soon after it ended.
-        self._look_up(session_id, set() if own or session_id in self._ended else set(self.stream_names()))
-        openings = self._catalog.openings(session_id)
+        known = set() if own or session_id in self._ended else set(self.stream_names())
+        openings = self._look_up(session_id, known)
         if token is not None and len(openings) < token.n_openings:  # it comes from another node
             self._feeds.catch_up(whole=True)
+            openings = self._catalog.openings(session_id)
         if not openings and token is None and not own:
-            self._look_elsewhere(session_id)
-        located, openings = self._catalog.session_events(session_id), self._catalog.openings(session_id)
+            openings = self._look_elsewhere(session_id)
+        located = self._catalog.session_events(session_id)
         if not located:
             if token is not None:
                 raise NotFoundError(f"no session {session_id!r} in {self._config.url}", session_id=session_id)
@@ -285,8 +286,7 @@ class Recorder:
             LockedError: another process did.
         """
         own = self.stream_names()
-        self._look_up(session_id, set(own))
-        others = _foreign(self._catalog.openings(session_id), own)
+        others = _foreign(self._look_up(session_id, set(own)), own)
         if len(others) != n_foreign:
             raise LockedError(
                 f"session {session_id!r} was opened by another process at the same time (stream {others[-1].stream}); "
@@ -294,31 +294,34 @@ class Recorder:
                 session_id=session_id, stream=others[-1].stream,
             )  # fmt: skip
 
-    def _look_up(self, session_id: str, known: Collection[str]) -> None:
-        """Take in what this root has of a session, but for streams that are ``known``."""
+    def _look_up(self, session_id: str, known: Collection[str]) -> list[Located]:
+        """Take in what this root has of a session, but for streams that are ``known``; return its openings."""
         names = [name for name in self._feeder.stream_names() if name not in known]
         try:
             self._feeder.catch_up(names)
-            self._catalog.openings(session_id)
+            return self._catalog.openings(session_id)
         except DamagedError:  # only the question met the damage: the index is made again by feeding it
             self._feeder.catch_up()
+            return self._catalog.openings(session_id)
 
-    def _look_elsewhere(self, session_id: str) -> None:
-        """Take in what other nodes published of a session, and what an index made anew had to leave out.
+    def _look_elsewhere(self, session_id: str) -> list[Located]:
+        """Take in what other nodes published of a session, and an index made anew left out; return its openings.
 
         Raises:
             StorageError: packs of this root are in the cold root only, which cannot be reached.
         """
         if self._feeds.cold is None:
-            return
+            return []
         problems = self._feeds.catch_up_elsewhere()
+        openings = self._catalog.openings(session_id)
         lost = next((problem for problem in problems if problem.kind == "evicted"), None)
-        if lost is not None and not self._catalog.openings(session_id):
+        if lost is not None and not openings:
             raise StorageError(
                 f"whether session {session_id!r} is recorded cannot be told: {lost.message}; try again when the cold "
                 "root is reached, or take an id that is drawn (session_id=None)",
                 session_id=session_id,
             )
+        return openings
 
     def _check_unowned(self, session_id: str, streams: set[str]) -> None:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):

@@ -1,8 +1,9 @@
-"""Byte sizes and durations as people write them: ``"64MiB"`` <-> 67108864, ``"7d"`` -> 604800.0."""
+"""Byte sizes, durations and times as people write them: ``"64MiB"`` <-> 67108864, ``"7d"`` -> 604800.0."""
 
 from __future__ import annotations
 
 import re
+import time
 
 from spool.errors import ConfigError
 
@@ -54,3 +55,8 @@ def format_size(n_bytes: int) -> str:
     return (
         f"{n_bytes} B" if units[0] == "B" else f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
     )
+
+
+def format_time(at: float) -> str:
+    """Return a time, in seconds since the epoch, as ``2026-01-31 12:00:00 UTC``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))

@@ -32,7 +32,7 @@ from recorded import (
     step,
 )
 
-from spool.catalog import Catalog, DamagedError, LogState, Release, Space, history, schema
+from spool.catalog import Catalog, DamagedError, LogState, Release, Space, rivals, schema
 from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
@@ -640,7 +640,7 @@ def test_lookups_use_the_indexes(path, catalog):
     connection = apsw.Connection(path)
     queries = [
         ("SELECT sid FROM sessions WHERE session_id = ?", ("u",)),
-        (history.EVENTS, (1,)),
+        (rivals.EVENTS, (1,)),
         ("SELECT ref FROM segments WHERE sid = ? AND view = ? ORDER BY idx", (1, "lineage")),
         ("SELECT sid, target, key, packed FROM facts WHERE sid IN (?)", (1,)),
         ("SELECT sid, target, event FROM attachments WHERE sid IN (?)", (1,)),
@@ -663,7 +663,7 @@ def test_a_lookup_touches_no_more_pages_in_a_large_catalog(path, catalog):
         connection = apsw.Connection(path)
         sid = connection.execute("SELECT sid FROM sessions WHERE session_id = ?", (name,)).get
         before = _cache_uses(connection)
-        connection.execute(history.EVENTS, (sid,)).fetchall()
+        connection.execute(rivals.EVENTS, (sid,)).fetchall()
         return _cache_uses(connection) - before
 
     feed(catalog, [opened("u"), *(step("u", n) for n in range(20))])

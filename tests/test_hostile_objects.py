@@ -15,6 +15,7 @@ from s3_server import free_port
 from tiers import wait_for
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.stores import remote
 from spool.stores.objects import PIECE_BYTES, open_objects
 from spool.stores.retry import TransientError, persist
 
@@ -62,17 +63,28 @@ def test_creation_is_exclusive_where_the_server_can(store, hostile):
     assert store.create("old", b"x") and store.get("old") == b"x"
 
 
+def test_what_reads_back_wrong_is_put_again_before_it_is_given_up(store, hostile):
+    hostile.fault("short", "HEAD", part="twice", times=1)  # as if somebody else had put another one meanwhile
+    store.put("twice", DATA)
+    assert hostile.count("PUT", "twice") == 2
+    assert store.get("twice") == DATA
+
+
 def test_a_server_that_is_down_for_a_while_is_asked_again(store, s3_server, s3_root, monkeypatch, caplog):
+    monkeypatch.setattr(remote, "_OUTAGE_S", 0.0)
     port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     with contextlib.closing(open_objects(s3_root, deadline_s=20)) as late:
         with ThreadPoolExecutor(2) as threads:
             calls = [threads.submit(late.get, "k"), threads.submit(late.list, "")]
             wait_for(lambda: len(retries(caplog)) > 3, what="tries that fail")
+            assert late.failing_since is not None
             with HostileS3(s3_server.endpoint, port):
                 assert calls[0].result() == DATA
                 assert [info.key for info in calls[1].result()] == ["k"]
+        assert late.failing_since is None
         assert any(f"the connection to http://127.0.0.1:{port} failed" in line for line in retries(caplog))
+        assert any(f"{s3_root} answers again, after " in line for line in retries(caplog))
     with contextlib.closing(open_objects(s3_root, deadline_s=1)) as never, pytest.raises(StorageError) as caught:
         never.get("k")
     assert f"the connection to http://127.0.0.1:{port} failed" in str(caught.value)

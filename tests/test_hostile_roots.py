@@ -6,14 +6,17 @@ import fcntl
 import os
 import pickle
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
+from s3_server import free_port
 from shell import run
 from tiers import assert_same, record, wait_for
 
 import spool
+from spool import publishing
 from spool.spiller import turns
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
@@ -78,6 +81,32 @@ def test_a_status_says_at_once_that_the_cold_root_does_not_answer(tmp_path, host
         assert s3_root in said
         hostile.heal()
         wait_for(lambda: read_status(f"{tmp_path}/hot").error is None, timeout_s=40, what="its end")
+
+
+def test_an_append_hardly_waits_for_a_cold_root_that_is_away(tmp_path, s3_root, monkeypatch):
+    with spool.open(f"file://{tmp_path}/hot?spill={s3_root}"):
+        pass
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    with spool.open(f"file://{tmp_path}/hot") as sp:
+        waited = []
+        for name in ("first", "second", "third"):
+            began = time.monotonic()
+            sp.session(name).append(prompt_token_ids=[1], response_token_ids=[2])
+            waited.append(time.monotonic() - began)
+        assert max(waited) < 10 and waited[1] + waited[2] < 0.5 * max(waited[0], 1.0)
+
+
+def test_a_publish_that_a_stopped_spiller_holds_up_says_so(sp, monkeypatch):
+    monkeypatch.setattr(publishing, "SILENT_S", 1.0)
+    sp.publish(record(sp, "a"), timeout_s=60)
+    spiller = read_status(sp.config.root).pid
+    os.kill(spiller, signal.SIGSTOP)
+    try:
+        with pytest.raises(spool.StorageError, match=rf"process {spiller}, has said nothing for \d+ s"):
+            sp.publish(record(sp, "b"), timeout_s=5)
+    finally:
+        os.kill(spiller, signal.SIGCONT)
+    sp.publish(list(sp.segments()), timeout_s=60)
 
 
 def test_a_publish_says_why_it_waits(tmp_path, hostile, s3_root, caplog):

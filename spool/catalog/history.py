@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from spool.catalog import rivals
 from spool.catalog.fold import ORDER, decode_event, decode_ref
 from spool.catalog.rows import Located
-from spool.catalog.schema import LATE, OPEN
+from spool.catalog.schema import LATE
 from spool.model.events import (
     Annotated,
     Attached,
@@ -24,14 +24,6 @@ from spool.model.events import (
 
 Execute = Callable[..., list[tuple[Any, ...]]]
 
-EVENTS = f"""
-SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
-FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot > {LATE} ORDER BY {ORDER}"""  # noqa: S608
-
-OPENINGS = f"""
-SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
-FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {OPEN} ORDER BY {ORDER}"""  # noqa: S608
-
 LATE_EVENTS = f"""
 SELECT e.event FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {LATE} ORDER BY {ORDER}"""  # noqa: S608
 
@@ -44,8 +36,8 @@ def session_events(run: Execute, sid: int) -> list[Located]:
     returned once, as the first did: a step of an index, a withdrawal, a discard. Of owners that did not know of each
     other, one counts; see `spool.catalog.rivals`.
     """
-    events = _located(run(EVENTS, (sid,)))
-    chain, lost = rivals.chain([rivals.Recorded(*_place(item), item.event) for item in events])
+    events = [rivals.located(row) for row in run(rivals.EVENTS, (sid,))]
+    chain, lost = rivals.chain(events)
     kinds: dict[type[Single], dict[Any, Located]] = {}
     for n, item in enumerate(events):
         if n not in lost:
@@ -62,14 +54,7 @@ def session_events(run: Execute, sid: int) -> list[Located]:
 
 def openings(run: Execute, sid: int) -> list[Located]:
     """Return all openings of a session, those of owners that do not count too."""
-    return _located(run(OPENINGS, (sid,)))
-
-
-def _located(rows: Sequence[tuple[Any, ...]]) -> list[Located]:
-    return [
-        Located(stream=stream, pack=pack, seq=seq, inner=inner, offset=offset, event=decode_event(data))
-        for stream, pack, seq, inner, offset, data in rows
-    ]
+    return [rivals.located(row) for row in run(rivals.OPENINGS, (sid,))]
 
 
 def _place(item: Located) -> tuple[str, int, int, int]:

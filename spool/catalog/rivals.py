@@ -7,41 +7,33 @@ counts that has the first ending, else the first step; its steps are never mixed
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import apsw
 
 from spool.catalog import fold
 from spool.catalog.fold import ORDER, decode_event
+from spool.catalog.rows import Located
 from spool.catalog.schema import LATE, OPEN
-from spool.model.events import SessionFinalized, SessionOpened, Single, StepCommitted
+from spool.model.events import SessionFinalized, SessionOpened, StepCommitted
 
-_EVENTS = f"""
-SELECT l.stream, l.pack, e.seq, e.inner, e.event, e.id, e.slot, e.kind, e.live
+EVENTS = f"""
+SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event, e.id, e.slot, e.kind, e.live
 FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ?1 AND e.slot > {LATE} ORDER BY {ORDER}"""  # noqa: S608
-_OPENINGS = f"""
-SELECT l.stream, l.pack, e.seq, e.inner, e.event
+OPENINGS = f"""
+SELECT l.stream, l.pack, e.seq, e.inner, e.offset, e.event
 FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ?1 AND e.slot = {OPEN} ORDER BY {ORDER}"""  # noqa: S608
 
 _ROOT = -1
 
 
-class Recorded(NamedTuple):
-    """An event and its place."""
-
-    stream: str
-    pack: int
-    seq: int
-    inner: int
-    event: Single
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Where it is in its stream."""
-        return self.pack, self.seq, self.inner
+def located(row: tuple[Any, ...]) -> Located:
+    """Return the event of a row that begins with its place, in the order of `EVENTS`."""
+    stream, pack, seq, inner, offset, event = row[:6]
+    return Located(stream=stream, pack=pack, seq=seq, inner=inner, offset=offset, event=decode_event(event))
 
 
-def chain(events: Sequence[Recorded]) -> tuple[list[int], set[int]]:
+def chain(events: Sequence[Located]) -> tuple[list[int], set[int]]:
     """Return which of a session's events count.
 
     Args:
@@ -63,7 +55,7 @@ def chain(events: Sequence[Recorded]) -> tuple[list[int], set[int]]:
     return kept, {n for n, turn in enumerate(owner) if turn not in counts}
 
 
-def _predecessors(events: Sequence[Recorded], openings: Sequence[int]) -> dict[int, int]:
+def _predecessors(events: Sequence[Located], openings: Sequence[int]) -> dict[int, int]:
     """Return by opening the one it went on after; one whose predecessor is not known goes behind what is."""
     by_name = {(events[n].stream, _opened(events[n]).at): n for n in openings}
     after: dict[int, int] = {}
@@ -90,17 +82,17 @@ def _end(after: dict[int, int], orphan: int) -> int:
     return end
 
 
-def _turn(item: Recorded, events: Sequence[Recorded], openings: Sequence[int]) -> int | None:
+def _turn(item: Located, events: Sequence[Located], openings: Sequence[int]) -> int | None:
     """Return the opening whose owner recorded an event; None where that is not known any more."""
     own = [n for n in openings if events[n].stream == item.stream]
-    before = [n for n in own if events[n].order <= item.order]
+    before = [n for n in own if _order(events[n]) <= _order(item)]
     if before:
-        return max(before, key=lambda n: events[n].order)
-    return min(own, key=lambda n: events[n].order) if own else None
+        return max(before, key=lambda n: _order(events[n]))
+    return min(own, key=lambda n: _order(events[n])) if own else None
 
 
 def _claim(
-    opening: int, followers: dict[int, list[int]], owner: Sequence[int | None], events: Sequence[Recorded]
+    opening: int, followers: dict[int, list[int]], owner: Sequence[int | None], events: Sequence[Located]
 ) -> tuple[int, int, int]:
     """Return what an opening's branch has first: an ending, a step, itself."""
     branch, left = set[int](), [opening]
@@ -123,14 +115,19 @@ def _walk(followers: dict[int, list[int]], choose: Callable[[list[int]], int]) -
     return found
 
 
-def _opened(item: Recorded) -> SessionOpened:
+def _order(item: Located) -> tuple[int, int, int]:
+    """Return where an event is in its stream."""
+    return item.pack, item.seq, item.inner
+
+
+def _opened(item: Located) -> SessionOpened:
     return fold.as_kind(SessionOpened, item.event)
 
 
 def look(connection: apsw.Connection, sid: int) -> bool:
     """Note whether the openings of a session fork, and return it."""
-    rows = connection.execute(_OPENINGS, (sid,)).fetchall()
-    after = list(_predecessors([_recorded(row) for row in rows], range(len(rows))).values())
+    rows = connection.execute(OPENINGS, (sid,)).fetchall()
+    after = list(_predecessors([located(row) for row in rows], range(len(rows))).values())
     found = len(set(after)) < len(after)
     connection.execute("UPDATE sessions SET contested = ? WHERE sid = ?", (found, sid))
     return found
@@ -138,8 +135,8 @@ def look(connection: apsw.Connection, sid: int) -> bool:
 
 def settle(connection: apsw.Connection, sid: int) -> None:
     """Say again what a session is whose openings fork, or forked: its identity, and which of its steps count."""
-    rows = connection.execute(_EVENTS, (sid,)).fetchall()
-    events = [_recorded(row) for row in rows]
+    rows = connection.execute(EVENTS, (sid,)).fetchall()
+    events = [located(row) for row in rows]
     openings, lost = chain(events)
     fold.set_opening(connection, sid, [_opened(events[n]) for n in openings])
     taken = {slot for n, (*_, slot, kind, _) in enumerate(rows) if kind == "undo" and n not in lost}
@@ -153,8 +150,3 @@ def settle(connection: apsw.Connection, sid: int) -> None:
             connection.execute("UPDATE events SET live = ? WHERE id = ?", (now, event_id))
     fold.sums(connection, [sid])
     fold.last_step(connection, sid)
-
-
-def _recorded(row: tuple[Any, ...]) -> Recorded:
-    stream, pack, seq, inner, event = row[:5]
-    return Recorded(stream, pack, seq, inner, decode_event(event))

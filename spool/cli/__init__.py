@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-import time
 from importlib import import_module
 
 import click
@@ -14,6 +13,7 @@ from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
 from spool.config import kill_point
 from spool.points import kill_at
+from spool.sizes import format_time
 
 VERBS = (
     "cat", "checkpointed", "demo", "du", "export", "gc", "import", "info", "locate", "ls", "publish", "rebuild",
@@ -80,7 +80,7 @@ class _Warnings(logging.Handler):
     """Prints Spool's warnings on stderr; with the time where nobody looks on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        at = "" if sys.stderr.isatty() else time.strftime(" %Y-%m-%d %H:%M:%S UTC", time.gmtime(record.created))
+        at = "" if sys.stderr.isatty() else f" {format_time(record.created)}"
         say(f"spool:{at} {record.levelname.lower()}: {record.getMessage()}")
 
 

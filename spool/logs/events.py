@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 
 from spool.catalog import Located, Place
@@ -14,6 +13,7 @@ from spool.formats.frames import decode_event, scan
 from spool.logs.packs import GoneMark, marker_path
 from spool.logs.streams import log_path, records_path
 from spool.model.events import Event, Single, parts
+from spool.sizes import format_time
 from spool.stores.local import map_os_error
 
 _FIRST_BYTES = 64 << 10
@@ -128,7 +128,7 @@ def _from_cold(
     where = f"pack {pack} of stream {stream}"
     mark = gone(stream, pack)
     if mark is not None:
-        at = "" if mark.at is None else time.strftime(" on %Y-%m-%d at %H:%M:%S UTC", time.gmtime(mark.at))
+        at = "" if mark.at is None else f" at {format_time(mark.at)}"
         raise ReleasedError(
             f"{where} was {mark.reason or 'released or discarded'} and deleted{at}", stream=stream, pack=pack
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +14,7 @@ from spool.errors import AbsentError, IntegrityError, ReleasedError, SpoolError
 from spool.formats.layers import stored_layers
 from spool.read.checks import Check, Part, total
 from spool.read.plan import Piece
+from spool.sizes import format_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -168,7 +168,7 @@ def lost(source: Source, row: int, n: int, tiers: Sequence[Tier]) -> SpoolError:
     for tier in tiers:
         deletion = tier.deletion(source.stream, pack)
         if deletion is not None:
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(deletion.at))
+            when = format_time(deletion.at)
             return ReleasedError(f"{what} are gone: pack {pack} was deleted at {when}: {deletion.reason}", **where)
     places = [tier.path(source.key(pack)) for tier in tiers]
     return AbsentError(

@@ -25,6 +25,7 @@ from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
 from spool.retention import Eviction, eviction_plan, over
 from spool.root import read_cold_identity, read_identity
+from spool.sizes import format_time
 from spool.spiller.collect import Collected
 from spool.spiller.elect import lock_path
 from spool.spiller.evict import evict
@@ -136,8 +137,8 @@ class Spiller:
         while not ended.wait(TELL_S):
             error, since = self._status.error, None if self._cold is None else self._cold.objects.failing_since
             if self._cold is not None and since is not None and time.time() - since >= TELL_S:
-                at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since))
-                error = f"{self._cold.objects.url} has not answered since {at}; it is asked again and again"
+                url = self._cold.objects.url
+                error = f"{url} has not answered since {format_time(since)}; it is asked again and again"
             self._say(error=error)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:

@@ -43,17 +43,20 @@ class RankSlice(Struct, frozen=True, kw_only=True):
         """Return the rank's parts of ``n`` positions, as long as every other rank's: the last ones may pass the end."""
         if callable(self.split):
             return token_ranges(self.split(n, self.cp_rank, self.cp_size), n)
-        if self.cp_size == 1:
-            return [(0, n)]
-        numbers = [self.cp_rank]
-        if self.split == "zigzag":
-            numbers.append(2 * self.cp_size - 1 - self.cp_rank)
-        width = -(-n // (len(numbers) * self.cp_size))
-        return [(number * width, (number + 1) * width) for number in numbers]
+        return equal_parts(n, self.cp_rank, self.cp_size, self.split)
 
     def ranges(self, n: int) -> list[Range]:
         """Return the rank's parts of ``n`` positions, half-open, none past the end."""
         return [(min(start, n), min(max(start, stop), n)) for start, stop in self.parts(n)]
+
+
+def equal_parts(n: int, cp_rank: int, cp_size: int, split: Literal["zigzag", "contiguous"]) -> list[Range]:
+    """Return a rank's parts of ``n`` positions, as long as every other rank's: the last ones may pass the end."""
+    if cp_size == 1:
+        return [(0, n)]
+    numbers = [cp_rank, 2 * cp_size - 1 - cp_rank] if split == "zigzag" else [cp_rank]
+    width = -(-n // (len(numbers) * cp_size))
+    return [(number * width, (number + 1) * width) for number in numbers]
 
 
 def check_rank(kind: str, rank: object, size: object) -> None:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from spool.arguments import one_of
 from spool.errors import InputError
 from spool.train.items import Item, Piece, Range, cut
+from spool.train.ranks import equal_parts
 
 SplitName = Literal["zigzag", "contiguous", "micro_batch"]
 SplitFunction = Callable[[int, int], Sequence[Sequence[Range]]]
@@ -170,12 +171,10 @@ def _clipped(start: int, stop: int, n_rows: int) -> tuple[Range, ...]:
 def _ranges(split: str, n_rows: int, cp: int, rank: int) -> tuple[Range, ...]:
     if not n_rows:
         return ()
-    if split == "contiguous" or cp == 1:
-        return ((rank * n_rows // cp, (rank + 1) * n_rows // cp),)
-    part, other = n_rows // (2 * cp), 2 * cp - 1 - rank
-    if other == rank + 1:
-        return ((rank * part, (other + 1) * part),)
-    return (rank * part, (rank + 1) * part), (other * part, (other + 1) * part)
+    parts = equal_parts(n_rows, rank, cp, "zigzag" if split == "zigzag" else "contiguous")
+    if len(parts) == 2 and parts[0][1] == parts[1][0]:
+        return ((parts[0][0], parts[1][1]),)
+    return tuple(parts)
 
 
 def table_of(split: SplitFunction, lengths: Iterable[int], cp: int) -> Table:
