@@ -128,7 +128,7 @@ def _from_cold(
     where = f"pack {pack} of stream {stream}"
     mark = gone(stream, pack)
     if mark is not None:
-        at = "" if mark.at is None else f" at {format_time(mark.at)}"
+        at = "" if mark.at is None else f" on {format_time(mark.at)}"
         raise ReleasedError(
             f"{where} was {mark.reason or 'released or discarded'} and deleted{at}", stream=stream, pack=pack
         )
