@@ -12,6 +12,7 @@
     |   `-- ReleasedError       the data was released on purpose
     |-- GapError              rows that were never sent: pass missing=..., or cut the segment
     |-- CapacityError         wait, or give more room
+    |-- DeliveryError         another process of a feed failed: start them all again; says which one, and why
     |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
     |   `-- LockedError         another process owns this
     `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere
@@ -97,6 +98,12 @@ class CapacityError(SpoolError):
     """There is no room: the hot tier's limit, or the disk's."""
 
     kind = "capacity"
+
+
+class DeliveryError(SpoolError):
+    """A process that takes part in a feed is gone, or failed; the feed gives nothing more."""
+
+    kind = "delivery"
 
 
 class StorageError(SpoolError, OSError):

@@ -17,12 +17,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spool.train.batches import restore
     from spool.train.dataset import SegmentDataset
+    from spool.train.delivery.connecting import connect
+    from spool.train.delivery.feed import Feed, FeedStats
+    from spool.train.delivery.micro import Micro
     from spool.train.lazy import LazyRouting, RoutedLayer
     from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
     from spool.train.ranks import RankSlice
     from spool.train.versions import VersionOrder, staleness, token_versions, version_order
 
 _HOME = {
+    "Feed": "spool.train.delivery.feed",
+    "FeedStats": "spool.train.delivery.feed",
+    "Micro": "spool.train.delivery.micro",
+    "connect": "spool.train.delivery.connecting",
     "Item": "spool.train.planner",
     "LazyRouting": "spool.train.lazy",
     "Mesh": "spool.train.planner",
@@ -42,15 +49,19 @@ _HOME = {
 }
 
 __all__ = [
+    "Feed",
+    "FeedStats",
     "Item",
     "LazyRouting",
     "Mesh",
+    "Micro",
     "Place",
     "Plan",
     "RankSlice",
     "RoutedLayer",
     "SegmentDataset",
     "VersionOrder",
+    "connect",
     "plan",
     "plan_from_json",
     "plans",
