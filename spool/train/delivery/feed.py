@@ -273,6 +273,7 @@ class Feed:
     def _fail(self, failure: Failure) -> None:
         self._failure = failure
         self._incoming.put(failure)
+        self._link.close()
 
     def _death(self) -> str:
         how = ""

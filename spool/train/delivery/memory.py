@@ -37,6 +37,8 @@ def create(n_bytes: int) -> int:
     Raises:
         CapacityError: the machine has not so much; says how much there is.
     """
+    if n_bytes > (found := room()).n_bytes:
+        raise too_little(n_bytes, found)  # to try would have the kernel kill for want of memory
     fd = os.memfd_create("spool-micro-batch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, n_bytes)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 
 import msgspec
@@ -107,8 +108,7 @@ class Reorganiser:
             link.send(Failure.of(error))
             link.close()
             return
-        listening = self._guarded(lambda: self._listen(rank))
-        threading.Thread(target=listening, name=f"spool-feed-tp{rank.tp}", daemon=True).start()
+        threading.Thread(target=self._serve, args=(rank,), name=f"spool-feed-tp{rank.tp}", daemon=True).start()
 
     def _check(self, rank: Rank, settings: Settings) -> None:
         ours, theirs = msgspec.structs.asdict(self._settings), msgspec.structs.asdict(settings)
@@ -119,6 +119,15 @@ class Reorganiser:
             raise DeliveryError(
                 f"{rank} wants {'; '.join(differ)}: the ranks of a place have to call connect with the same arguments"
             )
+
+    def _serve(self, rank: Rank) -> None:
+        """Listen to a rank until it is gone; one that contradicts another is told so before it goes."""
+        self._guarded(lambda: self._listen(rank))()
+        with suppress(EOFError):
+            while True:
+                rank.link.receive()
+        self._group.leave(rank)
+        rank.link.close()
 
     def _listen(self, rank: Rank) -> None:
         """Take in what a rank says, until it leaves.
@@ -142,8 +151,6 @@ class Reorganiser:
         except EOFError:
             if not self._group.over:
                 raise DeliveryError(f"{rank} of this feed died") from None
-        finally:
-            self._group.leave(rank)
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 

@@ -52,7 +52,8 @@ class Work(Struct, frozen=True, kw_only=True):
 
     Attributes:
         plan: what they consume; the place is that of their first one.
-        refs: the sequences, by their number in the plan; None for a sample that failed.
+        refs: the sequences, by their number in the plan, None for a sample that failed; and the one of the mini-batch
+            that says most of its fields, so that ranks which have only padding know what they have.
         split: whether ranks have parts of sequences only.
         version: of the current weights, as `restore` takes it.
     """
@@ -103,7 +104,8 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
                 "references in the order in which they were planned",
                 entry=number, expected=item.n_rows, got=ref.n_rows,
             )  # fmt: skip
-    needed = sorted({item for share in mine.shares for item in share.items})
+    telling = sorted((-len(ref.extents), number) for number, ref in enumerate(given) if ref is not None)[:1]
+    needed = sorted({item for share in mine.shares for item in share.items} | {number for _, number in telling})
     return Work(
         plan=mine, refs={number: given[number] for number in needed}, split=plan.mesh.cp > 1,
         version=_version(version),
