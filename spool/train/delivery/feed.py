@@ -29,7 +29,19 @@ from msgspec import Struct
 from spool.errors import DeliveryError, InputError
 from spool.train.delivery import memory
 from spool.train.delivery.link import Link
-from spool.train.delivery.messages import Bye, End, Failed, Failure, Finish, Hello, Planned, Ready, Released, Submit
+from spool.train.delivery.messages import (
+    Bye,
+    End,
+    Failed,
+    Failure,
+    Finish,
+    Hello,
+    Planned,
+    Ready,
+    Released,
+    Submit,
+    Welcome,
+)
 from spool.train.delivery.micro import Micro
 from spool.train.delivery.staging import Stage
 from spool.train.delivery.work import Work, work_of
@@ -91,6 +103,7 @@ class Feed:
         self._room = threading.Semaphore(ahead)
         self._stats = FeedStats()
         self._failure: Failure | None = None
+        self._reader_pid: int | None = None
         self._incoming: queue.SimpleQueue[_Staged | Failure | End] = queue.SimpleQueue()
         self._next: _Staged | End | None = None
         link.send(Hello(place.tp, os.getpid(), settings))
@@ -242,6 +255,11 @@ class Feed:
         return [n_bytes for serial, n_bytes in list(self._mapped.items()) if serial < self._n_taken]
 
     @property
+    def reader_pid(self) -> int | None:
+        """The process that reads for all ranks of the place; None until it let this one in."""
+        return self._reader_pid
+
+    @property
     def stats(self) -> FeedStats:
         """What this rank's feed did so far."""
         return msgspec.structs.replace(self._stats, held_bytes=sum(self._held()))
@@ -253,7 +271,9 @@ class Feed:
         try:
             while True:
                 message, fd = self._link.receive()
-                if isinstance(message, Planned):
+                if isinstance(message, Welcome):
+                    self._reader_pid = message.pid
+                elif isinstance(message, Planned):
                     self._works[message.number] = _decode(message.work)
                 elif isinstance(message, Ready) and fd is not None:
                     self._incoming.put(self._staged(message, fd))
@@ -284,8 +304,8 @@ class Feed:
             except subprocess.TimeoutExpired:
                 how = ""
         return (
-            f"the process that reads for this feed died{how}: see its last lines in the log of the rank that started "
-            "it, and the kernel's, which says so where memory ran out"
+            f"the process that reads for this feed, {self._reader_pid}, died{how}: see its last lines in the log of "
+            "the rank that started it, and the kernel's, which says so where memory ran out"
         )
 
     def _staged(self, ready: Ready, fd: int) -> _Staged:

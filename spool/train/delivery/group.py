@@ -6,13 +6,14 @@ One lock; whoever waits hears of every change.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 
 from spool.errors import DeliveryError, SpoolError
 from spool.train.delivery.link import Link
-from spool.train.delivery.messages import End, Failure, Planned, Ready
+from spool.train.delivery.messages import End, Failure, Planned, Ready, Welcome
 
 log = logging.getLogger("spool.train.delivery")
 
@@ -95,6 +96,7 @@ class Group:
                     "each job a name of its own (connect(name=))"
                 )
             self._ranks[rank.tp] = rank
+            rank.link.send(Welcome(os.getpid()))
             for number, (work, _) in enumerate(self._works):
                 rank.link.send(Planned(number, work))
             self._changed.notify_all()

@@ -61,6 +61,16 @@ class Bye(Struct, frozen=True, tag="bye"):
     """A rank needs nothing more."""
 
 
+class Welcome(Struct, frozen=True, tag="welcome"):
+    """A rank is let in.
+
+    Attributes:
+        pid: the reorganiser's process.
+    """
+
+    pid: int
+
+
 class Planned(Struct, frozen=True, tag="planned"):
     """What mini-batch ``number`` is."""
 
@@ -119,4 +129,4 @@ class Failure(Struct, frozen=True, tag="failure"):
         return found
 
 
-Message = Hello | Submit | Finish | Released | Failed | Bye | Planned | Ready | End | Failure
+Message = Hello | Submit | Finish | Released | Failed | Bye | Welcome | Planned | Ready | End | Failure
