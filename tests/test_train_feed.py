@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import SHAPE, add, counting, session
+from kit import add, counting, session
 from training import N_EXPERTS, N_LAYERS, TOPK, plain_ids, with_gap, with_unit
 
 import spool
@@ -237,6 +237,22 @@ def test_fields_that_have_no_row_for_each_position_are_refused(open_spool):
     for name in ("kept_ids", "score"):
         with pytest.raises(InputError, match=f"{name} has .*leave it out"):
             filled(sp, planned, refs, Place(), fields=(name,))
+
+
+def test_segments_are_chosen_before_they_are_planned(open_spool):
+    sp = open_spool()
+    fresh, old = record(sp, lengths=(9,), version="9")[0], record(sp, lengths=(9,), version="4")[0]
+    s = session(sp, None)
+    add(s, counting(3), [7], weight_version="9")
+    (aborted,) = s.finalize(outcome="aborted")
+    refs = [fresh, old, aborted]
+    assert train.select(refs) == refs
+    assert train.select(refs, drop=["aborted"]) == [fresh, old]
+    assert train.select(refs, max_staleness=2, version="10") == [fresh, aborted]
+    with pytest.raises(InputError, match="version="):
+        train.select(refs, max_staleness=2)
+    with pytest.raises(InputError, match="drop='late' is none of"):
+        train.select(refs, drop=["late"])
 
 
 # -- a feed ------------------------------------------------------------------------------------------------------------
@@ -551,7 +567,7 @@ def test_memory_that_is_not_there_is_said_before_it_is_used(recorded, monkeypatc
     sp, refs = recorded
     planned = plan(refs[:2], Mesh(), n_micro=1)
     monkeypatch.setattr(memory, "room", lambda: memory.Room(100, "control group /job"))
-    with pytest.raises(CapacityError, match="needs .* of memory, and control group /job has 100 B free") as caught:
+    with pytest.raises(CapacityError, match=r"needs .* of memory, and control group /job has 100 B free") as caught:
         filled(sp, planned, refs[:2], Place(), fields=ALL)
     assert caught.value.details["free"] == 100 and caught.value.details["place"] == "control group /job"
     monkeypatch.undo()
@@ -755,9 +771,10 @@ def test_ranks_that_disagree_are_told(open_spool):
         assert isinstance(error, DeliveryError) and "submitted different plans" in str(error)
     with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
         for options, words in [({"place": 1, "depth": 3}, "depth=3, the first one 2"), ({"place": 0}, "takes part")]:
-            with train.connect(sp.config.uri, mesh, framework="numpy", **options) as another:
-                with pytest.raises(DeliveryError, match=words):
-                    list(another)
+            another = train.connect(sp.config.uri, mesh, framework="numpy", **options)
+            with pytest.raises(DeliveryError, match=words):
+                next(iter(another))
+            another.close()
         assert feed.stats.n_micro == 0
 
 

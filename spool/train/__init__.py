@@ -4,7 +4,8 @@
 
     batch = spool.train.restore(sp, refs, layout="slime", framework="torch")
 
-`plan` shares out a mini-batch over the ranks of a mesh, `restore` gives whole batches, `LazyRouting` the routing of one
+`select` and `plan` say what each rank of a mesh trains, and `connect` feeds it micro-batch by micro-batch, as one
+process a place reads them for all of its ranks. `restore` gives whole batches, `LazyRouting` the routing of one
 layer of a micro-batch at a time, `token_versions` and `staleness` how old each token's weights are. `SegmentDataset`
 replays a recorded run. Torch is imported where a call asks for tensors, and nowhere else.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from spool.train.lazy import LazyRouting, RoutedLayer
     from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
     from spool.train.ranks import RankSlice
+    from spool.train.selecting import select
     from spool.train.versions import VersionOrder, staleness, token_versions, version_order
 
 _HOME = {
@@ -43,6 +45,7 @@ _HOME = {
     "plan_from_json": "spool.train.planner",
     "plans": "spool.train.planner",
     "restore": "spool.train.batches",
+    "select": "spool.train.selecting",
     "staleness": "spool.train.versions",
     "token_versions": "spool.train.versions",
     "version_order": "spool.train.versions",
@@ -66,6 +69,7 @@ __all__ = [
     "plan_from_json",
     "plans",
     "restore",
+    "select",
     "staleness",
     "token_versions",
     "version_order",
