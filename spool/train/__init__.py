@@ -6,7 +6,8 @@
 
 `plan` shares out a mini-batch over the ranks of a mesh, `restore` gives whole batches, `LazyRouting` the routing of one
 layer of a micro-batch at a time, `token_versions` and `staleness` how old each token's weights are. `SegmentDataset`
-replays a recorded run. Torch is imported where a call asks for tensors, and nowhere else.
+replays a recorded run. `plan_units` and `encode_once` have each multimodal unit encoded once a mini-batch. Torch is
+imported where a call asks for tensors, and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from spool.train.batches import restore
     from spool.train.dataset import SegmentDataset
     from spool.train.lazy import LazyRouting, RoutedLayer
+    from spool.train.once import EncodeOnce, EncodeStats, encode_once
     from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
     from spool.train.ranks import RankSlice
+    from spool.train.unit_plan import UnitPlan, plan_units, unit_plan_from_json
+    from spool.train.units import UnitIndex, unit_index
     from spool.train.versions import VersionOrder, staleness, token_versions, version_order
 
 _HOME = {
+    "EncodeOnce": "spool.train.once",
+    "EncodeStats": "spool.train.once",
     "Item": "spool.train.planner",
     "LazyRouting": "spool.train.lazy",
     "Mesh": "spool.train.planner",
@@ -31,17 +37,25 @@ _HOME = {
     "RankSlice": "spool.train.ranks",
     "RoutedLayer": "spool.train.lazy",
     "SegmentDataset": "spool.train.dataset",
+    "UnitIndex": "spool.train.units",
+    "UnitPlan": "spool.train.unit_plan",
     "VersionOrder": "spool.train.versions",
+    "encode_once": "spool.train.once",
     "plan": "spool.train.planner",
     "plan_from_json": "spool.train.planner",
+    "plan_units": "spool.train.unit_plan",
     "plans": "spool.train.planner",
     "restore": "spool.train.batches",
     "staleness": "spool.train.versions",
     "token_versions": "spool.train.versions",
+    "unit_index": "spool.train.units",
+    "unit_plan_from_json": "spool.train.unit_plan",
     "version_order": "spool.train.versions",
 }
 
 __all__ = [
+    "EncodeOnce",
+    "EncodeStats",
     "Item",
     "LazyRouting",
     "Mesh",
@@ -50,13 +64,19 @@ __all__ = [
     "RankSlice",
     "RoutedLayer",
     "SegmentDataset",
+    "UnitIndex",
+    "UnitPlan",
     "VersionOrder",
+    "encode_once",
     "plan",
     "plan_from_json",
+    "plan_units",
     "plans",
     "restore",
     "staleness",
     "token_versions",
+    "unit_index",
+    "unit_plan_from_json",
     "version_order",
 ]
 
