@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from datetime import timedelta
 
@@ -47,6 +48,36 @@ SCENARIOS = {
         "options": {"like": torch.empty(0, DIM, dtype=torch.float64)},
     },
 }
+
+
+def drawn(seed):
+    """A scenario of random sequences, mesh, split, encoder ranks and options."""
+    rng = random.Random(seed)
+    rows = {f"u{number}": rng.randint(1, 15) for number in range(rng.randint(1, 6))}
+    refs = []
+    for number in range(rng.randint(1, 7)):
+        n_tokens = rng.randint(1, 14)
+        at = sorted(rng.sample(range(n_tokens), rng.randint(0, min(n_tokens, 4))))
+        keys = [rng.choice(sorted(rows)) for _ in at]
+        refs.append(segment(f"r{number}", n_tokens, [(key, to, rows[key]) for key, to in zip(keys, at, strict=True)]))
+    dp, cp, tp = rng.choice([(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1), (1, 3, 1), (3, 1, 1), (1, 1, 4)])
+    return {
+        "mesh": {"dp": dp, "cp": cp, "tp": tp}, "refs": refs,
+        "plan": {"split": rng.choice(["zigzag", "contiguous", "micro_batch"])},
+        "units": {
+            "encoders": sorted(rng.sample(range(N), rng.randint(1, N))),
+            "backbone": rng.sample(range(N), dp * cp * tp),
+            "tp_gradients": rng.choice(["replicated", "partial"]),
+        },
+        "options": {
+            "recompute": rng.random() < 0.5, "max_rows": rng.choice([None, 4, 20]),
+            "like": torch.empty(0, DIM, dtype=torch.float64),
+        },
+        "scale": rng.choice([1.0, 0.25]),
+    }  # fmt: skip
+
+
+SCENARIOS |= {f"drawn {seed}": drawn(seed) for seed in range(12)}
 
 
 def made(name):
