@@ -33,6 +33,7 @@ SCENARIOS = {
     "tp and cp, contiguous": {"mesh": {"tp": 2, "cp": 2}, "plan": {"split": "contiguous"}},
     "tp and cp, partial": {"mesh": {"tp": 2, "cp": 2}, "units": {"tp_gradients": "partial"}},
     "dp and cp": {"mesh": {"dp": 2, "cp": 2}},
+    "dp and cp, again": {"mesh": {"dp": 2, "cp": 2}},
     "dp and cp, averaged": {"mesh": {"dp": 2, "cp": 2}, "scale": 0.5},
     "recompute": {"mesh": {"dp": 2, "cp": 2}, "options": {"recompute": True, "max_rows": 12}},
     "batches": {"mesh": {"dp": 2, "cp": 2}, "units": {"encoders": [2]}, "options": {"max_rows": 12}},
@@ -153,6 +154,12 @@ def encode_to_other_kinds(rank):
     encode_once(encoder, units, load=Store(refs).load, timeout_s=60)
 
 
+def take_other_kinds(rank):
+    refs, _, units = made("dp")
+    like = torch.empty(0, DIM) if rank == 3 else None
+    encode_once(Encoder(), units, load=Store(refs).load, like=like, timeout_s=60)
+
+
 def forget_a_gradient(rank):
     refs, planned, units = made("dp")
     once = encode_once(Encoder(), units, load=Store(refs).load, timeout_s=60)
@@ -176,7 +183,7 @@ def be_too_few(rank):
 FAILING = {
     function.__name__: function
     for function in (
-        fail_to_encode, have_no_encoder, plan_differently, encode_to_other_kinds, forget_a_gradient,
+        fail_to_encode, have_no_encoder, plan_differently, encode_to_other_kinds, take_other_kinds, forget_a_gradient,
         ask_where_nothing_is, be_too_few,
     )
 }  # fmt: skip

@@ -8,23 +8,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-import msgspec
 import torch
-import xxhash
 from msgspec import Struct
 
 from spool.arguments import instance, integer, one_of, refused, seconds
 from spool.errors import InputError, RankError
+from spool.train.feature_facts import DTYPES, Facts, agreed, facts_of, with_features
 from spool.train.peers import Peers
 from spool.train.unit_encoder import Collate, Load, Meter, UnitEncoder, ranges
 from spool.train.unit_plan import Route, UnitPlan, UnitRun
 from spool.train.units import UnitRows
 
 Missing = Literal["error", "zero"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class EncodeStats(Struct, frozen=True, kw_only=True):
@@ -52,17 +49,6 @@ class EncodeStats(Struct, frozen=True, kw_only=True):
     peak_bytes: int
 
 
-class _Facts(NamedTuple):
-    """What every process must know of every other before rows travel."""
-
-    failed: int
-    plan: int
-    accumulate: int
-    width: int = -1
-    dtype: int = -1
-    trainable: int = -1
-
-
 class EncodeOnce:
     """The features of a mini-batch's units on one process; made by `encode_once`.
 
@@ -81,8 +67,7 @@ class EncodeOnce:
         self._outgoing = [route for route in routes if route.source == peers.me]
         self._place = units.place_of(peers.me)
         self._needs = () if self._place is None else units.needs(self._place)
-        self._units, self._asked = units, accumulate_dtype
-        self.width, self.dtype, self.trainable = self._agreed(self._encode(), like)
+        self.width, self.dtype, self.trainable = self._agreed(facts_of(units, accumulate_dtype, like))
         self._accumulate = accumulate_dtype or (self.dtype if self.dtype.itemsize > 2 else torch.float32)
         here = encoder.outputs[0].device if encoder.outputs else peers.device
         self._device = here if like is None else like.device
@@ -160,56 +145,29 @@ class EncodeOnce:
             self._meter.drop(gradient)
         self._let_go()
 
-    def _encode(self) -> _Facts:
-        """Encode, and return what the others must know; tell them where it fails, so that none waits for rows."""
-        plan, dtype = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(self._units)) >> 1, self._asked
-        told = _Facts(0, plan, -1 if dtype is None else _DTYPES.index(dtype))
+    def _agreed(self, mine: Facts) -> tuple[int, Any, bool]:
+        """Encode, and return what features are; where that fails the others hear of it, so that none waits for rows."""
         try:
             self._encoder.encode()
-            if not self._encoder.outputs:
-                return told
-            first = self._encoder.outputs[0]
-            return told._replace(width=first.shape[1], dtype=_code(first.dtype), trainable=int(first.requires_grad))
+            mine = with_features(mine, self._encoder.outputs)
         except Exception:
             with suppress(RankError):
-                self._peers.gather(told._replace(failed=1))
+                self._peers.gather(mine._replace(failed=1))
             raise
-
-    def _agreed(self, mine: _Facts, like: Any) -> tuple[int, Any, bool]:
-        """Return the width, dtype and trainability of all encoder ranks' features."""
-        found = [_Facts(*row) for row in self._peers.gather(mine)]
-        failed = [rank for rank, facts in enumerate(found) if facts.failed]
-        if failed:
-            raise RankError(f"encoding failed on ranks {failed}: their errors say why", ranks=failed)
-        other = [rank for rank, facts in enumerate(found) if facts[1:3] != mine[1:3]]
-        if other:
-            raise InputError(
-                f"ranks {other} have another plan of units or accumulate_dtype than this one, {self._peers.me}: call "
-                "plan_units with the same references and arguments on every rank, or send one plan to all",
-                ranks=other,
-            )
-        kinds = {(facts.width, _DTYPES[facts.dtype], bool(facts.trainable)) for facts in found if facts.width >= 0}
-        if len(kinds) > 1 or (like is not None and any(kind[:2] != (like.shape[-1], like.dtype) for kind in kinds)):
-            wanted = "" if like is None else f", and like= is {like.shape[-1]} wide and of {like.dtype}"
-            raise InputError(
-                f"encoder ranks give features of (width, dtype, trainable) {sorted(kinds, key=str)}{wanted}: they must "
-                "be alike; cast in the encoder, and freeze it on all ranks or on none"
-            )
-        nothing = (0, torch.get_default_dtype(), False) if like is None else (like.shape[-1], like.dtype, False)
-        return kinds.pop() if kinds else nothing
+        return agreed(self._peers.gather(mine), self._peers.me)
 
     def _deliver(self) -> Any:
         """Return the features that this process needs, each row once."""
         shape = (sum(route.n_rows for route in self._incoming), self.width)
         held = self._meter.take(torch.empty(shape, dtype=self.dtype, device=self._device))
-        sends = {route.target: self._meter.take(self._encoder.rows(route.runs)) for route in self._outgoing}
+        wanted = {route.runs for route in self._outgoing}  # tensor-parallel ranks want the same
+        made = {runs: self._meter.take(self._encoder.rows(runs)) for runs in wanted}
+        sends = {route.target: made[route.runs] for route in self._outgoing}
         receives = _parts(held, self._incoming)
         if self._peers.me in sends:
-            own = sends.pop(self._peers.me)
-            receives.pop(self._peers.me).copy_(own)
-            self._meter.drop(own)
+            receives.pop(self._peers.me).copy_(sends.pop(self._peers.me))
         self._exchange(sends, receives)
-        for tensor in sends.values():
+        for tensor in made.values():
             self._meter.drop(tensor)
         return held
 
@@ -334,14 +292,21 @@ def encode_once(
         RankError: another rank failed, or did not answer in time.
     """
     instance("units", units, UnitPlan, "a UnitPlan, as plan_units() makes it")
-    if not callable(load):
-        raise refused("load", "a function of keys, as sp.read_units", load)
+    for name, given, wanted in (
+        ("encoder", encoder, "a function of a batch, or None on a process without units"),
+        ("load", load, "a function of keys, as sp.read_units"),
+        ("collate", collate, "a function of a list of arrays, or None"),
+    ):
+        if not callable(given) and (given is not None or name == "load"):
+            raise refused(name, wanted, given)
     if max_rows is not None and integer("max_rows", max_rows) < 1:
         raise refused("max_rows", "at least 1", max_rows)
     if like is not None:
         instance("like", like, torch.Tensor, "a tensor like the features, such as the embedding table")
-    if accumulate_dtype is not None and accumulate_dtype not in _DTYPES:
-        raise refused("accumulate_dtype", f"one of {', '.join(map(str, _DTYPES))}", accumulate_dtype)
+        if not like.ndim or like.dtype not in DTYPES:
+            raise refused("like", f"of one of {', '.join(map(str, DTYPES))} and have a last size", like)
+    if accumulate_dtype is not None and accumulate_dtype not in DTYPES:
+        raise refused("accumulate_dtype", f"one of {', '.join(map(str, DTYPES))}", accumulate_dtype)
     n_needed, meter = units.n_processes, Meter()
     peers = Peers(group, alone=n_needed == 1, n_needed=n_needed, timeout_s=seconds("timeout_s", timeout_s))
     batches = UnitEncoder(
@@ -349,12 +314,6 @@ def encode_once(
         device=None if like is None else like.device, meter=meter,
     )  # fmt: skip
     return EncodeOnce(units, batches, peers, meter, like=like, accumulate_dtype=accumulate_dtype)
-
-
-def _code(dtype: Any) -> int:
-    if dtype not in _DTYPES:
-        raise InputError(f"the encoder gives features of {dtype}; they must be of one of {_DTYPES}")
-    return _DTYPES.index(dtype)
 
 
 def _parts(buffer: Any, routes: Sequence[Route]) -> dict[int, Any]:

@@ -21,7 +21,7 @@ from spool.train.balance import partition
 from spool.train.items import Cost, Item, costs_of
 from spool.train.mesh import Place
 from spool.train.planner import Plan
-from spool.train.units import UnitIndex, UnitRows, rows_in, unit_index
+from spool.train.units import UnitIndex, UnitRows, UnitUse, rows_in, unit_index
 
 TpGradients = Literal["replicated", "partial"]
 """What each tensor-parallel rank's gradient of its features is: all of it, or a part that is to be summed."""
@@ -111,27 +111,15 @@ class UnitPlan(Struct, frozen=True, kw_only=True):
         Raises:
             InputError: the mesh has no such place.
         """
-        rank = self.plan.rank(place)
-        if rank.place.pp:
-            return ((),) * len(rank.shares)
-        uses = [trajectory.uses for trajectory in self.index.trajectories]
-        return tuple(
-            tuple(rows for piece in share.pieces for rows in rows_in(piece, uses[piece.item], self.index.units))
-            for share in rank.shares
-        )
+        return self._needs(place, self._uses())
 
     def holds(self, place: Place | int) -> tuple[UnitRun, ...]:
         """Return what a backbone rank needs over the whole mini-batch, each row once; by encoder rank, then unit."""
-        owners, spans = self._owners(), dict[int, list[tuple[int, int]]]()
-        for micro in self.needs(place):
-            for rows in micro:
-                spans.setdefault(rows.unit, []).append((rows.start, rows.stop))
-        order = sorted(spans, key=lambda unit: (owners[unit], unit))
-        return tuple(UnitRun(unit, *span) for unit in order for span in _merged(spans[unit]))
+        return _runs(self.needs(place), self._owners())
 
     def routes(self) -> tuple[Route, ...]:
         """Return what travels, by target and then by encoder rank; a process's own rows have a route as well."""
-        owners, mesh = self._owners(), self.plan.mesh
+        owners, uses, mesh = self._owners(), self._uses(), self.plan.mesh
         held: dict[tuple[int, int], tuple[UnitRun, ...]] = {}
         found = []
         for rank, target in enumerate(self.backbone):
@@ -140,7 +128,7 @@ class UnitPlan(Struct, frozen=True, kw_only=True):
                 continue
             key = (place.dp, place.cp)
             if key not in held:
-                held[key] = self.holds(place)
+                held[key] = _runs(self._needs(place, uses), owners)
             returns = self.tp_gradients == "partial" or place.tp == 0
             for encoder, runs in groupby(held[key], key=lambda run: owners[run.unit]):
                 found.append(Route(self.encoders[encoder], target, tuple(runs), returns))
@@ -149,6 +137,18 @@ class UnitPlan(Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """Return the plan as JSON; `unit_plan_from_json` reads it back."""
         return msgspec.json.encode(self).decode()
+
+    def _needs(self, place: Place | int, uses: Sequence[Sequence[UnitUse]]) -> tuple[tuple[UnitRows, ...], ...]:
+        rank = self.plan.rank(place)
+        if rank.place.pp:
+            return ((),) * len(rank.shares)
+        return tuple(
+            tuple(rows for piece in share.pieces for rows in rows_in(piece, uses[piece.item], self.index.units))
+            for share in rank.shares
+        )
+
+    def _uses(self) -> list[tuple[UnitUse, ...]]:
+        return [trajectory.uses for trajectory in self.index.trajectories]
 
     def _owners(self) -> list[int]:
         owners = [0] * len(self.index.units)
@@ -240,6 +240,16 @@ def _check_same(index: UnitIndex, planned: Plan) -> None:
                 f"that item of the plan has {item.units}: give the references that plan() got, in that order",
                 item=trajectory.item,
             )
+
+
+def _runs(needs: Iterable[Iterable[UnitRows]], owners: Sequence[int]) -> tuple[UnitRun, ...]:
+    """Return the rows that micro-batches need, each once; by encoder rank, then by unit."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for micro in needs:
+        for rows in micro:
+            spans.setdefault(rows.unit, []).append((rows.start, rows.stop))
+    order = sorted(spans, key=lambda unit: (owners[unit], unit))
+    return tuple(UnitRun(unit, *span) for unit in order for span in _merged(spans[unit]))
 
 
 def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
