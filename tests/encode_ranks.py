@@ -7,9 +7,10 @@ import random
 import time
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from encoding import DIM, Backbone, CopyToTensorRanks, Encoder, Store, segment, train
+from encoding import DIM, PATCH, Backbone, CopyToTensorRanks, Encoder, Store, segment, train
 
 from spool.errors import SpoolError
 from spool.train import Mesh, encode_once, plan, plan_units
@@ -204,6 +205,28 @@ def in_a_group_of_two(rank):
     return {"place": units.place_of(me), "encoder": gradients(encoder), "backbone": gradients(backbone)}
 
 
+def features_of_two_bytes(rank):
+    refs = [segment(f"s{number}", 3, [("x", 1, 5)]) for number in range(N)]
+    units = plan_units(refs, plan(refs, Mesh(dp=N), n_micro=1), encoders=[2])
+    given, seen = Store(refs).array("x") @ np.ones((PATCH, DIM)), []
+
+    def encode(_):
+        rows = torch.from_numpy(given).bfloat16().requires_grad_()
+        out = rows * 1
+        out.register_hook(lambda gradient: seen.append(gradient.float()))
+        return out
+
+    once = encode_once(encode if rank == 2 else None, units, load=Store(refs).load, timeout_s=60)
+    features = once.features(0)
+    for weight in (256, 1, 1):
+        (features.float().sum() * weight).backward()
+    once.backward()
+    return {
+        "features": features.detach(), "expected": torch.from_numpy(given).bfloat16(), "stats": once.stats,
+        "gradient": seen[0] if seen else None,
+    }  # fmt: skip
+
+
 def refused(call):
     try:
         call()
@@ -222,6 +245,7 @@ def run_all(rank, folder):
     join(rank, N, folder)
     found = {name: run(name, rank) for name in SCENARIOS}
     found |= {name: refused(lambda call=call: call(rank)) for name, call in FAILING.items()}
+    found["features_of_two_bytes"] = features_of_two_bytes(rank)
     found["in a group of two"] = in_a_group_of_two(rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()

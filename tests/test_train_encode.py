@@ -119,6 +119,16 @@ def test_features_are_fresh_leaves_and_keep_no_gradient():
     assert second.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_that_have_a_graph_are_summed_without_it():
+    refs, _, units = planned_units(n_micro=1)
+    once = encode_once(Encoder(), units, load=Store(refs).load)
+    for _ in range(2):
+        (once.features(0) ** 2).sum().backward(create_graph=True)
+    assert not once._gradient.requires_grad
+    once.backward()
+
+
 def test_a_frozen_encoder_gets_nothing():
     refs, planned, units = planned_units()
     encoder, backbone = Encoder().requires_grad_(False), Backbone()
@@ -537,6 +547,16 @@ def test_processes_are_numbered_as_in_their_group(over_processes):
     for number, parameter in enumerate(peer.parameters()):
         assert_close(sum(each["encoder"][number] for each in found[1::2]), parameter.grad)
     assert_backbone(found[1::2], planned.mesh, "replicated", theirs)
+
+
+def test_features_of_two_bytes_travel_as_they_are(over_processes):
+    """And their gradients are summed in float32 on both sides: 256 + 1 + 1 stays 256 in bfloat16."""
+    for got in over_processes["features_of_two_bytes"]:
+        assert got["features"].dtype == torch.bfloat16
+        assert torch.equal(got["features"], got["expected"])
+    assert sum(got["stats"].sent_bytes for got in over_processes["features_of_two_bytes"]) == 3 * 5 * DIM * (2 + 4)
+    (gradient,) = [got["gradient"] for got in over_processes["features_of_two_bytes"] if got["gradient"] is not None]
+    assert gradient.unique().tolist() == [4 * 258]
 
 
 @pytest.mark.parametrize(("where", "how"), [("encode", "die"), ("encode", "sleep"), ("backward", "die")])

@@ -65,6 +65,7 @@ class EncodeOnce:
         routes = units.routes()
         self._incoming = [route for route in routes if route.target == peers.me]
         self._outgoing = [route for route in routes if route.source == peers.me]
+        self._counts = any(route.returns for route in self._incoming)
         self._place = units.place_of(peers.me)
         self._needs = () if self._place is None else units.needs(self._place)
         self.width, self.dtype, self.trainable = self._agreed(facts_of(units, accumulate_dtype, like))
@@ -173,12 +174,9 @@ class EncodeOnce:
 
     def _collect(self) -> Any:
         """Return ``[rows, width]``: the summed gradients of this process's own units."""
-        if self._gradient is None:
-            self._gradient = self._zeros(len(self._features))
+        sends = _parts(self._sums(), self._incoming) if self._counts else {}
         self._meter.drop(self._features)
         self._features = None
-        parts = _parts(self._gradient, self._incoming)
-        sends = {route.source: parts[route.source] for route in self._incoming if route.returns}
         returning = {route.target: route for route in self._outgoing if route.returns}
         own = sends.pop(self._peers.me, None)
         receives = {peer: self._zeros(route.n_rows) for peer, route in returning.items() if peer != self._peers.me}
@@ -204,12 +202,16 @@ class EncodeOnce:
     def _take(self, micro: int, leaf: Any) -> None:
         """Add the gradient of a micro-batch's features to the sums."""
         self._check_open("backward of a micro-batch")
-        if any(route.returns for route in self._incoming):
-            if self._gradient is None:
-                self._gradient = self._zeros(len(self._features))
-            self._gradient.index_add_(0, self._index[micro], leaf.grad.to(self._accumulate))
+        if self._counts:
+            self._sums().index_add_(0, self._index[micro], leaf.grad.detach().to(self._accumulate))
         leaf.grad = None
         self._came.add(micro)
+
+    def _sums(self) -> Any:
+        """The gradients of held features so far, made with the first one: frozen encoders and replicas need none."""
+        if self._gradient is None:
+            self._gradient = self._zeros(len(self._features))
+        return self._gradient
 
     def _zeros(self, n_rows: int) -> Any:
         return self._meter.take(torch.zeros((n_rows, self.width), dtype=self._accumulate, device=self._device))
