@@ -150,6 +150,8 @@ def test_routes_bring_each_rank_what_it_needs_once_and_no_more(made):
     _, found = made
     routes = found.routes()
     assert len({(route.source, route.target) for route in routes}) == len(routes)
+    for process in {*found.encoders, *found.backbone, 10}:
+        assert found.routes(process) == tuple(r for r in routes if process in (r.source, r.target))
     for place in places(found.plan.mesh):
         process = next(p for p in found.backbone if found.place_of(p) == place)
         needed = {

@@ -62,7 +62,7 @@ class EncodeOnce:
         self, units: UnitPlan, encoder: UnitEncoder, peers: Peers, meter: Meter, *, like: Any, accumulate_dtype: Any,
     ) -> None:  # fmt: skip
         self._encoder, self._peers, self._meter = encoder, peers, meter
-        routes = units.routes()
+        routes = units.routes(peers.me)
         self._incoming = [route for route in routes if route.target == peers.me]
         self._outgoing = [route for route in routes if route.source == peers.me]
         self._counts = any(route.returns for route in self._incoming)

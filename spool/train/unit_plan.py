@@ -117,21 +117,27 @@ class UnitPlan(Struct, frozen=True, kw_only=True):
         """Return what a backbone rank needs over the whole mini-batch, each row once; by encoder rank, then unit."""
         return _runs(self.needs(place), self._owners())
 
-    def routes(self) -> tuple[Route, ...]:
-        """Return what travels, by target and then by encoder rank; a process's own rows have a route as well."""
+    def routes(self, process: int | None = None) -> tuple[Route, ...]:
+        """Return what travels, by target and then by encoder rank; a process's own rows have a route as well.
+
+        Args:
+            process: only what comes from or goes to this one; None for all.
+        """
         owners, uses, mesh = self._owners(), self._uses(), self.plan.mesh
         held: dict[tuple[int, int], tuple[UnitRun, ...]] = {}
         found = []
         for rank, target in enumerate(self.backbone):
             place = mesh.place(rank)
-            if place.pp:
+            if place.pp or not (process is None or process == target or process in self.encoders):
                 continue
             key = (place.dp, place.cp)
             if key not in held:
                 held[key] = _runs(self._needs(place, uses), owners)
             returns = self.tp_gradients == "partial" or place.tp == 0
             for encoder, runs in groupby(held[key], key=lambda run: owners[run.unit]):
-                found.append(Route(self.encoders[encoder], target, tuple(runs), returns))
+                source = self.encoders[encoder]
+                if process is None or process in (source, target):
+                    found.append(Route(source, target, tuple(runs), returns))
         return tuple(found)
 
     def to_json(self) -> str:

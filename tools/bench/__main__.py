@@ -50,7 +50,7 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         "slices": lambda folder: reads.slices(folder, runs=runs),
         "cp": reads.amplification,
         "replay": lambda folder: replay.replay(folder, runs=runs, n_segments=64 if quick else 256),
-        "units": lambda _: encode.encoding(runs=min(runs, 5)),
+        "units": lambda _: encode.encoding(runs=min(runs, 3)),
         "cold-size": lambda _: cold.stored_size(routing),
         "cold-encode": lambda _: cold.encoding(runs=runs),
         "cold-read": lambda folder: cold_reads.reads(folder, runs=runs, n_tokens=32_768 if quick else 131_072),

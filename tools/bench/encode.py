@@ -38,6 +38,16 @@ class Encoder(torch.nn.Module):
 
 
 def encoding(*, runs: int) -> Iterator[Row]:
+    """On one thread, so that what else the machine does weighs alike on both ways."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield from _encoding(runs)
+    finally:
+        torch.set_num_threads(n_threads)
+
+
+def _encoding(runs: int) -> Iterator[Row]:
     """Groups of eight rollouts from one image each, in eight micro-batches."""
     torch.manual_seed(0)
     refs = [_segment(number // N_USES, number) for number in range(N_UNITS * N_USES)]
