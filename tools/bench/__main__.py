@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tools.bench import cold, cold_reads, delivery, reads, replay, scale, spill, writes
+from tools.bench import cold, cold_reads, delivery, encode, reads, replay, scale, spill, writes
 from tools.bench.harness import Row
 from tools.bench.peers import TransferQueue
 
@@ -53,6 +53,7 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         "delivery": lambda folder: delivery.delivery(
             folder, n_steps=3 if quick else 5, n_samples=8, n_tokens=4096 if quick else 16_384, compute_s=0.3
         ),
+        "units": lambda _: encode.encoding(runs=min(runs, 3)),
         "cold-size": lambda _: cold.stored_size(routing),
         "cold-encode": lambda _: cold.encoding(runs=runs),
         "cold-read": lambda folder: cold_reads.reads(folder, runs=runs, n_tokens=32_768 if quick else 131_072),
