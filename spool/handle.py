@@ -250,6 +250,18 @@ class Spool:
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
 
+    def annotate_many(self, facts: Mapping[str, Mapping[str, Any]], /) -> None:
+        """Record late facts of many sessions in one commit, of a cold root in one fact file: all of them, or none.
+
+        Args:
+            facts: by session id what `annotate` takes: ``{"u1": {"reward": 1.0}, "u2": {"reward": 0.0}}``.
+
+        Raises:
+            NotFoundError: a session is not recorded; nothing was said of any.
+            InputError: a fact cannot be taken, see `annotate`; nothing was said of any.
+        """
+        self._facts.annotate_many(facts)
+
     def attach(self, ref: SegmentRef | StepRef, /, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
 
