@@ -176,6 +176,16 @@ def test_nothing_that_one_owner_released_goes_where_another_recorded_the_session
         assert wait_for(lambda: any(item.go for item in b.gc()), what="the end of what was discarded")
 
 
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_cold_root_tells_when_it_was_made(tmp_path, s3_root, kind):
+    url, began = (f"file://{tmp_path}/cold" if kind == "file" else s3_root), time.time()
+    with spool.open(f"file://{tmp_path}/hot?spill={url}") as sp:
+        sp.publish(record(sp, "a"), timeout_s=60)
+    with spool.open(url) as there:
+        assert began - 2 < there.info()["created_at"] < time.time() + 2
+    assert run("info", url, "--json").json["created_at"] == pytest.approx(began, abs=60)
+
+
 # -- the index under live processes ----------------------------------------------------------------------------------
 
 
