@@ -10,10 +10,11 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from s3_server import free_port
 from shell import run
-from tiers import assert_same, record, wait_for
+from tiers import FIELDS, assert_same, record, wait_for
 
 import spool
 from spool import publishing
@@ -184,6 +185,63 @@ def test_a_cold_root_tells_when_it_was_made(tmp_path, s3_root, kind):
     with spool.open(url) as there:
         assert began - 2 < there.info()["created_at"] < time.time() + 2
     assert run("info", url, "--json").json["created_at"] == pytest.approx(began, abs=60)
+
+
+# -- documents that were altered -------------------------------------------------------------------------------------
+
+
+def misspell(path, key):
+    text = path.read_text()
+    assert f'"spool:{key}"' in text
+    path.write_text(text.replace(f'"spool:{key}"', f'"spool:{key[:-1]}z"'))
+
+
+def stream_of(sp):
+    return next(iter(sp.segments())).extents["token_ids"][0].stream
+
+
+@pytest.mark.parametrize("key", ["format", "stream", "created", "schema", "layout"])
+def test_a_stream_whose_document_lacks_an_attribute_says_which_and_where(sp, cold, key):
+    (ref,) = record(sp, "a")
+    sp.publish([ref], timeout_s=60)
+    for root in (Path(sp.config.root), cold):
+        path = root / "streams" / stream_of(sp) / "zarr.json"
+        misspell(path, key)
+        location = str(root) if root != cold else f"file://{cold}"
+        with spool.open(location, readonly=True) as again:
+            with pytest.raises(spool.IntegrityError, match=rf"{path} cannot be used: .*spool:{key}"):
+                again.read(ref)
+            found = [each for each in again.verify().findings if f"spool:{key}" in each.text]
+            assert found and str(path) in found[0].text
+
+
+@pytest.mark.parametrize("key", ["rows", "dtype"])
+def test_an_array_whose_document_lacks_an_attribute_is_found(tmp_path, cold, key):
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{cold}&publish_interval_s=0.1", fields=FIELDS) as sp:
+        s = sp.session("a")
+        s.append(prompt_token_ids=[1], response_token_ids=[2], fields={"value": np.zeros(1, "f4")})
+        (ref,) = s.finalize()
+        sp.publish([ref], timeout_s=60)
+        name = "token_ids" if key == "rows" else "value"
+        for root in (Path(sp.config.root), cold):
+            path = root / "streams" / stream_of(sp) / name / "zarr.json"
+            misspell(path, key)
+            findings = run("verify", root, "--json", code=5).json["findings"]
+            assert [found["field"] for found in findings] == [name] and str(path) in findings[0]["file"]
+
+
+def test_attributes_of_later_versions_are_passed_over(sp, cold):
+    refs = record(sp, "a")
+    sp.publish(refs, timeout_s=60)
+    wanted = sp.read(refs)
+    hot = Path(sp.config.root) / "streams" / stream_of(sp)
+    for path in [*hot.rglob("zarr.json"), hot / "lock", *cold.rglob("zarr.json")]:
+        path.write_text(path.read_text().replace('"attributes": {', '"attributes": {"spool:later": [1], ', 1))
+        assert "spool:later" in path.read_text()
+    for location in (sp.config.url, f"file://{cold}"):
+        with spool.open(location, readonly=True) as again:
+            assert_same(again.read(refs), wanted)
+            assert not again.verify(deep=True).findings
 
 
 # -- the index under live processes ----------------------------------------------------------------------------------

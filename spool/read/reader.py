@@ -147,7 +147,7 @@ class Reader:
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream."""
-        return parse_group(self._document(group_key(stream)))[0]
+        return parse_group(*self._document(group_key(stream)))[0]
 
     def locate(
         self,
@@ -188,11 +188,12 @@ class Reader:
                 return ranges
         raise lost(source, run.row, run.n, self._tiers)
 
-    def _document(self, key: str) -> bytes:
+    def _document(self, key: str) -> tuple[bytes, str]:
+        """Return a document, and where it was found."""
         for tier in self._tiers:
             data = tier.read(key)
             if data is not None:
-                return data
+                return data, tier.path(key)
         raise AbsentError(
             f"{' and '.join(tier.path(key) for tier in self._tiers)} is not there: the stream was recorded on another "
             "node and not published, or is lost; publish it there, or name its root in SPOOL_ROOTS",

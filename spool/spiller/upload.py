@@ -153,7 +153,7 @@ class Uploader:
         except NotFoundError:
             data = self._group(folder, first)
             self._put(group_key(name), data)
-        return Stream(folder, cold_arrays.parse_cold_group(data)[1], {})
+        return Stream(folder, cold_arrays.parse_cold_group(data, self._url(group_key(name)))[1], {})
 
     def _look(self, stream: Stream) -> None:
         """Learn which packs are in the cold root now: others may have been deleted since."""
@@ -176,7 +176,8 @@ class Uploader:
                 with self._store.borrow(_shard_key(folder, spec, pack), 0, sample) as view:
                     codecs[spec.name] = cold.choose_codec(spec, view, layered=layered)
         self._store.close()  # samples are larger than what is read later
-        created = parse_attributes(read_file(f"{folder.path}/zarr.json"))["created"]
+        path = f"{folder.path}/zarr.json"
+        created = parse_attributes(read_file(path), path)["created"]
         return cold_arrays.cold_group_metadata(
             folder.schema, folder.layout, codecs, stream=folder.name, created=float(created)
         )
@@ -214,6 +215,9 @@ class Uploader:
                 "one hot root are in use; what is there stays, take this copy out of use",
                 stream=name, file=f"{self._objects.url}/{key}",
             )  # fmt: skip
+
+    def _url(self, key: str) -> str:
+        return f"{self._objects.url}/{key}"
 
     def _send(self, stream: Stream, pack: int) -> Sent:
         folder = stream.folder
@@ -297,7 +301,8 @@ class Uploader:
     def _valid_rows(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
         """Return the rows of a pack that its array's document calls valid."""
         start = pack * folder.layout.shard_rows[spec.name]
-        return dict(parse_rows(read_file(f"{folder.path}/{spec.name}/zarr.json"))[1]).get(start, 0)
+        path = f"{folder.path}/{spec.name}/zarr.json"
+        return dict(parse_rows(read_file(path), path)[1]).get(start, 0)
 
     def _rows_on_disk(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
         """Return the rows of a sealed pack; where some are missing, those that are there."""
