@@ -21,6 +21,7 @@ from spool import publishing
 from spool.spiller import turns
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
+from spool.stores.shared import SharedFolder
 
 
 @pytest.fixture
@@ -242,6 +243,52 @@ def test_attributes_of_later_versions_are_passed_over(sp, cold):
         with spool.open(location, readonly=True) as again:
             assert_same(again.read(refs), wanted)
             assert not again.verify(deep=True).findings
+
+
+# -- two copies of one hot root --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copies(tmp_path, cold):
+    """Two copies of one hot root with a pack of the same name in each: the original has a session more in it."""
+    first, second = (f"file://{tmp_path}/{name}?spill=file://{cold}&spill_when=pressure" for name in ("hot", "copy"))
+    with spool.open(first) as sp:
+        record(sp, "both")
+        shutil.copytree(tmp_path / "hot", tmp_path / "copy")
+        record(sp, "original only")
+    with spool.open(second) as sp:
+        sp.recover()
+    return first, second
+
+
+def bring(uri):
+    with spool.open(uri) as sp:
+        return [row.state for row in sp.spill()], {ref.session_id: sp.read(ref, fields=["token_ids"])
+                                                   for ref in sp.segments()}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("together", [False, True])
+def test_of_two_copies_of_a_hot_root_one_brings_a_pack_over_and_the_other_keeps_its_own(
+    copies, cold, monkeypatch, order, together
+):
+    if together:  # each looks before the other has put anything
+        real = SharedFolder.info
+        monkeypatch.setattr(SharedFolder, "info", lambda self, key: None if key.endswith(".arrow") else real(self, key))
+    (states, had), (kept, has) = (bring(copies[n]) for n in order)
+    assert states == ["spilled"] and kept == ["sealed"]
+    said = read_status(copies[order[1]].partition("?")[0].removeprefix("file://")).damaged
+    assert "two copies of one hot root are in use" in said[0].why and "take this copy out of use" in said[0].why
+    with spool.open(f"file://{cold}") as there:
+        assert {ref.session_id for ref in there.segments()} == set(had)
+        assert not there.verify(deep=True).findings
+        for ref in there.segments():
+            assert_same([there.read(ref, fields=["token_ids"])], [had[ref.session_id]])
+    with spool.open(copies[order[1]]) as sp:
+        assert not sp.verify(deep=True).findings
+        assert {ref.session_id: sp.read(ref, fields=["token_ids"])["token_ids"].tolist() for ref in sp.segments()} == {
+            name: sample["token_ids"].tolist() for name, sample in has.items()
+        }
 
 
 # -- the index under live processes ----------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Sealed packs -> objects of the cold root.
 
-Order: shards and records, the documents of the arrays, the manifest. Until the manifest is there nobody lists the pack,
+Order: records, shards, the documents of the arrays, the manifest. Until the manifest is there nobody lists the pack,
 and until its marker is in the hot root the hot copy is the one that counts. Each step may be repeated: the same pack
-gives the same keys and bytes.
+gives the same keys and bytes. Of two copies of one hot root that each have a pack of the same name, the one whose
+records are there first brings it over.
 """
 
 from __future__ import annotations
@@ -151,8 +152,10 @@ class Uploader:
             with _no_word_on_packs():
                 data = self._objects.get(group_key(name))
         except NotFoundError:
-            data = self._group(folder, first)
-            self._put(group_key(name), data)
+            own = self._group(folder, first)
+            with _no_word_on_packs():
+                self._objects.create(group_key(name), own)
+                data = self._objects.get(group_key(name))  # a copy of this root may have been first
         return Stream(folder, cold_arrays.parse_cold_group(data, self._url(group_key(name)))[1], {})
 
     def _look(self, stream: Stream) -> None:
@@ -203,17 +206,24 @@ class Uploader:
 
     # -- a pack ------------------------------------------------------------------------------------------------------
 
-    def _check_unpublished(self, name: str, pack: int, table: bytes) -> None:
-        """Refuse to replace another pack of the same name: a hot root was copied, and both copies are in use."""
+    def _claim(self, name: str, pack: int, table: bytes) -> None:
+        """Put a pack's records, from which all else of it follows, unless another pack of the same name is there.
+
+        Raises:
+            IntegrityError: one is: a hot root was copied, and both copies are in use.
+        """
         key = records_key(name, pack)
         with _no_word_on_packs():
             there = self._objects.info(key)
-            same = there is None or (there.size == len(table) and self._objects.get(key) == table)
+            if there is None:
+                self._objects.create(key, table)
+            same = (there is None or there.size == len(table)) and self._objects.get(key) == table
         if not same:
             raise IntegrityError(
-                f"{self._objects.url}/{key} holds other records than pack {pack} of stream {name} here: two copies of "
-                "one hot root are in use; what is there stays, take this copy out of use",
-                stream=name, file=f"{self._objects.url}/{key}",
+                f"{self._url(key)} holds other records than pack {pack} of stream {name} here: two copies of "
+                "one hot root are in use. What is there stays, and so does what is here: take this copy out of use, "
+                "or if it is the one to keep, `spool export` what only it has",
+                stream=name, file=self._url(key),
             )  # fmt: skip
 
     def _url(self, key: str) -> str:
@@ -224,11 +234,11 @@ class Uploader:
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
-        self._check_unpublished(folder.name, pack, table)
+        self._claim(folder.name, pack, table)
+        reach("spill.claimed")
         named = named_in(events, folder.name, pack, folder.layout.shard_rows)
         jobs = [self._threads.submit(self._send_shard, stream, spec, pack, named) for spec in folder.schema.arrays]
-        jobs.append(self._threads.submit(self._put_object, records_key(folder.name, pack), table))
-        sizes = dict(filter(None, all_of(jobs)))
+        sizes = {**dict(filter(None, all_of(jobs))), records_key(folder.name, pack): len(table)}
         rows = {spec.name: self._valid_rows(folder, spec, pack) for spec in folder.schema.arrays}
         entry = PackEntry(
             stream=folder.name,
