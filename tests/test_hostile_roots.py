@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -289,6 +290,33 @@ def test_of_two_copies_of_a_hot_root_one_brings_a_pack_over_and_the_other_keeps_
         assert {ref.session_id: sp.read(ref, fields=["token_ids"])["token_ids"].tolist() for ref in sp.segments()} == {
             name: sample["token_ids"].tolist() for name, sample in has.items()
         }
+
+
+# -- uploads that arrive late ----------------------------------------------------------------------------------------
+
+
+def test_a_document_that_arrives_late_is_put_again(tmp_path, cold, monkeypatch):
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{cold}&spill_when=pressure") as sp:
+        record(sp, "a")
+        sp.flush()
+        with contextlib.closing(sp._tiers.spiller()) as spiller:
+            spiller.once()
+            before = {path: path.read_bytes() for path in cold.glob("streams/*/*/zarr.json")}
+            record(sp, "b")
+            sp.flush()
+            spiller.once()
+            wanted = {path: path.read_bytes() for path in before}
+            late = [path for path in before if wanted[path] != before[path]]
+            assert len(late) == 3
+            late[0].unlink()
+            late[1].write_bytes(b"{")
+            late[2].write_bytes(before[late[2]])  # as a server does with a request that was under way all the time
+            spiller._kept_at = spiller._tidied_at = float("-inf")
+            spiller.once()
+            assert {path: path.read_bytes() for path in before} == wanted
+            spiller._kept_at = spiller._tidied_at = float("-inf")
+            monkeypatch.setattr(SharedFolder, "put", None)  # all is as it should be, so nothing is put again
+            spiller.once()
 
 
 # -- the index under live processes ----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -46,6 +47,8 @@ LARGE_BYTES = 8 << 20
 """Larger objects are sent one at a time: what is sent of one is copied once more, in parts, several at once."""
 PIECE_BYTES = 4 << 20
 """Of a hot shard, what is read, checked and encoded at a time."""
+LATE_S = 900.0
+"""For so long after it was put a document is looked at: an older one that was given up may still arrive."""
 
 
 class Sent(NamedTuple):
@@ -92,6 +95,7 @@ class Uploader:
         self._buffers = Buffers(ENCODED_BYTES)
         self._large = threading.Lock()
         self._streams: dict[str, Stream] = {}
+        self._described: dict[str, float] = {}
 
     def close(self) -> None:
         """End the threads."""
@@ -187,6 +191,39 @@ class Uploader:
 
     def _describe(self, stream: Stream, new: Sequence[PackEntry]) -> None:
         """Say in the documents of the arrays which rows are there, the ``new`` packs' among them."""
+        self._put_all(self._documents(stream, new))
+        self._described[stream.folder.name] = time.monotonic()
+
+    def mend_documents(self) -> list[str]:
+        """Put again the documents that lack rows of what was brought over lately; return their keys.
+
+        A put that was given up, and tried again, may arrive after the next one: then the older document is there.
+
+        Raises:
+            StorageError: the cold root failed.
+        """
+        since = time.monotonic() - LATE_S
+        self._described = {name: at for name, at in self._described.items() if at > since}
+        mended = []
+        for name in self._described:
+            with turn(self._root, alone=False):
+                wanted = self._documents(self._streams[name])
+                lacking = self._threads.map(lambda document: self._lacks_rows(*document), wanted)
+                again = [document for document, lacks in zip(wanted, lacking, strict=True) if lacks]
+                self._put_all(again)
+                mended += [key for key, _ in again]
+        return mended
+
+    def _lacks_rows(self, key: str, wanted: bytes) -> bool:
+        """Whether a document is not there, cannot be used, or does not list all rows that ``wanted`` does."""
+        try:
+            there = parse_rows(self._objects.get(key), self._url(key))[1]
+        except (NotFoundError, IntegrityError):
+            return True
+        return not set(parse_rows(wanted)[1]) <= set(there)
+
+    def _documents(self, stream: Stream, new: Sequence[PackEntry] = ()) -> list[tuple[str, bytes]]:
+        """Return the documents of the arrays, by key: of all packs in the cold root and the ``new`` ones."""
         self._look(stream)
         entries = {**stream.entries, **{entry.pack: entry for entry in new}}
         documents = []
@@ -199,7 +236,7 @@ class Uploader:
             n_rows = sum(valid[-1]) if valid else 0
             data = cold_arrays.cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid)
             documents.append((f"streams/{stream.folder.name}/{name}/zarr.json", data))
-        self._put_all(documents)
+        return documents
 
     def _put_all(self, documents: Iterable[tuple[str, bytes]]) -> None:
         all_of([self._threads.submit(self._put, *document) for document in documents])
