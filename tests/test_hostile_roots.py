@@ -22,6 +22,7 @@ from spool import publishing
 from spool.spiller import turns
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
+from spool.stores.remote import RemoteStore
 from spool.stores.shared import SharedFolder
 
 
@@ -249,10 +250,19 @@ def test_attributes_of_later_versions_are_passed_over(sp, cold):
 # -- two copies of one hot root --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["file", "s3"])
+def shared(request, cold):
+    """The URL of a cold root in a store that creates exclusively."""
+    if request.param == "file":
+        return f"file://{cold}"
+    request.getfixturevalue("hostile")  # the proxy does, the server behind it does not
+    return request.getfixturevalue("s3_root")
+
+
 @pytest.fixture
-def copies(tmp_path, cold):
+def copies(tmp_path, shared):
     """Two copies of one hot root with a pack of the same name in each: the original has a session more in it."""
-    first, second = (f"file://{tmp_path}/{name}?spill=file://{cold}&spill_when=pressure" for name in ("hot", "copy"))
+    first, second = (f"file://{tmp_path}/{name}?spill={shared}&spill_when=pressure" for name in ("hot", "copy"))
     with spool.open(first) as sp:
         record(sp, "both")
         shutil.copytree(tmp_path / "hot", tmp_path / "copy")
@@ -260,6 +270,11 @@ def copies(tmp_path, cold):
     with spool.open(second) as sp:
         sp.recover()
     return first, second
+
+
+def blind(info):
+    """Return what `info` is to one who looks for records too early."""
+    return lambda self, key: None if key.endswith(".arrow") else info(self, key)
 
 
 def bring(uri):
@@ -271,16 +286,16 @@ def bring(uri):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("together", [False, True])
 def test_of_two_copies_of_a_hot_root_one_brings_a_pack_over_and_the_other_keeps_its_own(
-    copies, cold, monkeypatch, order, together
+    copies, shared, monkeypatch, order, together
 ):
     if together:  # each looks before the other has put anything
-        real = SharedFolder.info
-        monkeypatch.setattr(SharedFolder, "info", lambda self, key: None if key.endswith(".arrow") else real(self, key))
+        for store in (SharedFolder, RemoteStore):
+            monkeypatch.setattr(store, "info", blind(store.info))
     (states, had), (kept, has) = (bring(copies[n]) for n in order)
     assert states == ["spilled"] and kept == ["sealed"]
     said = read_status(copies[order[1]].partition("?")[0].removeprefix("file://")).damaged
     assert "two copies of one hot root are in use" in said[0].why and "take this copy out of use" in said[0].why
-    with spool.open(f"file://{cold}") as there:
+    with spool.open(shared) as there:
         assert {ref.session_id for ref in there.segments()} == set(had)
         assert not there.verify(deep=True).findings
         for ref in there.segments():
