@@ -26,12 +26,15 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the table there")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--root", help="a folder on the disk to measure; a temporary one where left out")
+    parser.add_argument("--litdata", metavar="PYTHON", help="an interpreter with litdata; its rows are left out if not")
     parser.add_argument("--routing", metavar="DIR", help="recorded routing, MODEL/*.npz; synthetic alone if left out")
     options = parser.parse_args()
     root = tempfile.mkdtemp(prefix="spool-bench-", dir=options.root)
     rows: list[Row] = []
     try:
-        for row in _rows(root, quick=options.quick, only=options.only, routing=options.routing):
+        for row in _rows(
+            root, quick=options.quick, only=options.only, routing=options.routing, litdata=options.litdata
+        ):
             rows.append(row)
             print(_line(row), flush=True)
     finally:
@@ -42,7 +45,7 @@ def main() -> int:
     return 0 if all(row.holds for row in rows) else 1
 
 
-def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None) -> Iterator[Row]:
+def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None, litdata: str | None) -> Iterator[Row]:
     runs = 5 if quick else 9
     parts: dict[str, Part] = {
         "memory": lambda folder: writes.memory(folder, n_bytes=GIB if quick else 10 * GIB),
@@ -65,6 +68,10 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         ),
         "scale": lambda folder: scale.lookups(folder, runs=runs, n_steps=50_000 if quick else 1_000_000),
     }
+    if litdata:
+        parts["litdata"] = lambda folder: replay.against_litdata(
+            folder, litdata, runs=runs, n_segments=64 if quick else 256
+        )
     for name, part in parts.items():
         if _wanted(name, only):
             yield from part(root)
