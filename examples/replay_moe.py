@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import spool
-from spool.train.dataset import Batch, SegmentDataset
+from spool.train.replay.dataset import Batch, SegmentDataset
 
 SHAPE = spool.MoEShape(num_layers=2, num_experts=8, topk=2)
 VOCABULARY, WIDTH, PROMPT, ANSWER, TURNS = 64, 32, 12, 8, 2

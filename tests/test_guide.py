@@ -49,7 +49,7 @@ def test_the_options_of_read_are_those_of_the_code():
 
 
 def test_the_options_of_batches_are_those_of_the_code():
-    from spool.train.dataset import SegmentDataset
+    from spool.train.replay.dataset import SegmentDataset
 
     names = re.findall(
         r"`(\w+)`", " ".join(name for name, *_ in rows_behind("| option of `batches` | default | meaning |"))

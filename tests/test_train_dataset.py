@@ -35,12 +35,12 @@ from spool.importers.base import ImportedRun
 from spool.importers.record import record_run as record_imported
 from spool.model.refs import Extent, SegmentRef
 from spool.spiller.evict import evict
-from spool.train import stream
-from spool.train.dataset import SegmentDataset
-from spool.train.order import Rules, epoch_of, units_of
-from spool.train.prefetch import read_ahead
-from spool.train.snapshot import snapshot_of
-from spool.train.stream import Batch, Batches, Share
+from spool.train.replay import stream
+from spool.train.replay.dataset import SegmentDataset
+from spool.train.replay.order import Rules, epoch_of, units_of
+from spool.train.replay.prefetch import read_ahead
+from spool.train.replay.snapshot import snapshot_of
+from spool.train.replay.stream import Batch, Batches, Share
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "replay_moe.py"
 
@@ -861,7 +861,7 @@ def test_the_example_trains_with_the_recorded_routing(tmp_path):
 
 def test_torch_is_loaded_when_it_is_used(hot):
     code = (
-        "import sys, spool.train.dataset as d\n"
+        "import sys, spool.train.replay.dataset as d\n"
         f"dataset = d.SegmentDataset({hot.config.uri!r}, framework='numpy')\n"
         "assert dataset[0] and list(dataset.batches(batch_size=8))\n"
         "assert 'torch' not in sys.modules"

@@ -13,7 +13,7 @@ from training import N_EXPERTS, N_LAYERS, TOPK, plain_rows, with_gap, with_unit
 
 import spool
 from spool.train import LazyRouting, RankSlice, restore
-from spool.train.lazy import replay_rows
+from spool.train.restoring.lazy import replay_rows
 
 
 def plain_replay(experts, cp_rank, cp_size, tp_rank, tp_size, pad_to):

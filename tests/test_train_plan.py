@@ -23,8 +23,8 @@ from spool.importers.base import ImportedRun
 from spool.model.refs import SegmentRef, Unit
 from spool.observe import Read
 from spool.read.select import positions
-from spool.train import balance
-from spool.train.planner import Item, Mesh, Place, plan, plan_from_json, plans
+from spool.train.planning import balance
+from spool.train.planning.planner import Item, Mesh, Place, plan, plan_from_json, plans
 
 
 def thirds(n_rows, cp):
@@ -465,7 +465,7 @@ def test_ranks_without_real_tokens_get_a_padded_slice():
 
 def test_planning_needs_no_framework_and_no_store():
     code = (
-        "import sys\nfrom spool.train.planner import Mesh, plan\nplan([5], Mesh(), n_micro=1).rank(0)\n"
+        "import sys\nfrom spool.train.planning.planner import Mesh, plan\nplan([5], Mesh(), n_micro=1).rank(0)\n"
         "print(sorted({'torch', 'apsw', 'pyarrow', 'fsspec'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -19,7 +19,8 @@ from training import N_EXPERTS, N_LAYERS, TOPK, plain_rows, with_gap, with_unit
 
 import spool
 from spool.formats.arrays import Ragged
-from spool.train import LazyRouting, RankSlice, restore, staleness, tensors, token_versions, version_order
+from spool.train import LazyRouting, RankSlice, restore, staleness, token_versions, version_order
+from spool.train.restoring import tensors
 
 ABSENT = 77_777
 LISTS = {"slime": ("tokens", "loss_masks", "rollout_log_probs", "rollout_routed_experts")}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spool.errors import InputError
 from spool.model.refs import StepRef
 from spool.train import Mesh, Place, UnitIndex, plan, plan_units, unit_index, unit_plan_from_json
-from spool.train.units import IndexedUnit, UnitTrajectory, UnitUse
+from spool.train.units.index import IndexedUnit, UnitTrajectory, UnitUse
 
 ROWS = {f"u{number}": 1 + 3 * number for number in range(5)}
 

@@ -17,50 +17,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spool.train.batches import restore
-    from spool.train.dataset import SegmentDataset
     from spool.train.delivery.connecting import connect
     from spool.train.delivery.feed import Feed, FeedStats
     from spool.train.delivery.micro import Micro
-    from spool.train.lazy import LazyRouting, RoutedLayer
-    from spool.train.once import EncodeOnce, EncodeStats, encode_once
-    from spool.train.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
-    from spool.train.ranks import RankSlice
-    from spool.train.selecting import select
-    from spool.train.unit_plan import UnitPlan, plan_units, unit_plan_from_json
-    from spool.train.units import UnitIndex, unit_index
-    from spool.train.versions import VersionOrder, staleness, token_versions, version_order
+    from spool.train.planning.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
+    from spool.train.planning.ranks import RankSlice
+    from spool.train.replay.dataset import SegmentDataset
+    from spool.train.restoring.batches import restore
+    from spool.train.restoring.lazy import LazyRouting, RoutedLayer
+    from spool.train.restoring.selecting import select
+    from spool.train.restoring.versions import VersionOrder, staleness, token_versions, version_order
+    from spool.train.units.index import UnitIndex, unit_index
+    from spool.train.units.once import EncodeOnce, EncodeStats, encode_once
+    from spool.train.units.plan import UnitPlan, plan_units, unit_plan_from_json
 
 _HOME = {
-    "EncodeOnce": "spool.train.once",
-    "EncodeStats": "spool.train.once",
+    "EncodeOnce": "spool.train.units.once",
+    "EncodeStats": "spool.train.units.once",
     "Feed": "spool.train.delivery.feed",
     "FeedStats": "spool.train.delivery.feed",
-    "Item": "spool.train.planner",
-    "LazyRouting": "spool.train.lazy",
-    "Mesh": "spool.train.planner",
+    "Item": "spool.train.planning.planner",
+    "LazyRouting": "spool.train.restoring.lazy",
+    "Mesh": "spool.train.planning.planner",
     "Micro": "spool.train.delivery.micro",
-    "Place": "spool.train.planner",
-    "Plan": "spool.train.planner",
-    "RankSlice": "spool.train.ranks",
-    "RoutedLayer": "spool.train.lazy",
-    "SegmentDataset": "spool.train.dataset",
-    "UnitIndex": "spool.train.units",
-    "UnitPlan": "spool.train.unit_plan",
-    "VersionOrder": "spool.train.versions",
+    "Place": "spool.train.planning.planner",
+    "Plan": "spool.train.planning.planner",
+    "RankSlice": "spool.train.planning.ranks",
+    "RoutedLayer": "spool.train.restoring.lazy",
+    "SegmentDataset": "spool.train.replay.dataset",
+    "UnitIndex": "spool.train.units.index",
+    "UnitPlan": "spool.train.units.plan",
+    "VersionOrder": "spool.train.restoring.versions",
     "connect": "spool.train.delivery.connecting",
-    "encode_once": "spool.train.once",
-    "plan": "spool.train.planner",
-    "plan_from_json": "spool.train.planner",
-    "plan_units": "spool.train.unit_plan",
-    "plans": "spool.train.planner",
-    "restore": "spool.train.batches",
-    "select": "spool.train.selecting",
-    "staleness": "spool.train.versions",
-    "token_versions": "spool.train.versions",
-    "unit_index": "spool.train.units",
-    "unit_plan_from_json": "spool.train.unit_plan",
-    "version_order": "spool.train.versions",
+    "encode_once": "spool.train.units.once",
+    "plan": "spool.train.planning.planner",
+    "plan_from_json": "spool.train.planning.planner",
+    "plan_units": "spool.train.units.plan",
+    "plans": "spool.train.planning.planner",
+    "restore": "spool.train.restoring.batches",
+    "select": "spool.train.restoring.selecting",
+    "staleness": "spool.train.restoring.versions",
+    "token_versions": "spool.train.restoring.versions",
+    "unit_index": "spool.train.units.index",
+    "unit_plan_from_json": "spool.train.units.plan",
+    "version_order": "spool.train.restoring.versions",
 }
 
 __all__ = [

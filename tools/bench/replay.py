@@ -14,8 +14,8 @@ from msgspec.structs import replace
 import spool
 from spool.model.refs import Extent
 from spool.stores.local import aligned_buffer
-from spool.train.dataset import SegmentDataset
-from spool.train.snapshot import snapshot_of
+from spool.train.replay.dataset import SegmentDataset
+from spool.train.replay.snapshot import snapshot_of
 from tools.bench.harness import Row, pairs, timed
 from tools.bench.writes import SHAPE, TOKENS, append, make_step
 

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from spool.errors import InputError
 from spool.formats.layers import bounds
 from spool.model.fields import TOKEN_IDS, FieldSpec, numpy_dtype
-from spool.train.gaps import consecutive, has_experts
-from spool.train.items import Range
-from spool.train.layouts import VERSIONS
-from spool.train.shares import PLACED, Share
-from spool.train.versions import NO_VERSION
+from spool.train.planning.items import Range
+from spool.train.planning.shares import PLACED, Share
+from spool.train.restoring.gaps import consecutive, has_experts
+from spool.train.restoring.layouts import VERSIONS
+from spool.train.restoring.versions import NO_VERSION
 
 ALIGNED_BYTES = 4096
 """Arrays begin on pages, so that direct reads go right into them."""
@@ -113,7 +113,7 @@ def pad(
 ) -> None:
     """Set what stands for padding.
 
-    Consecutive experts stand for routing (`spool.train.gaps.consecutive`): legal ids, spread over all of them.
+    Consecutive experts stand for routing (`gaps.consecutive`): legal ids, spread over all of them.
     Elsewhere it is 0, -1 for weight versions, and what a field's spec says of missing values.
 
     Args:

@@ -15,11 +15,11 @@ from spool.train.delivery.feed import Feed
 from spool.train.delivery.join import address_of, join
 from spool.train.delivery.staging import stager
 from spool.train.delivery.work import Settings
-from spool.train.fields import expert_spec
-from spool.train.gaps import Missing
-from spool.train.planner import Mesh, Place
-from spool.train.ranks import check_rank
-from spool.train.tensors import Framework
+from spool.train.planning.planner import Mesh, Place
+from spool.train.planning.ranks import check_rank
+from spool.train.restoring.fields import expert_spec
+from spool.train.restoring.gaps import Missing
+from spool.train.restoring.tensors import Framework
 
 if TYPE_CHECKING:
     from spool.model.moe import MoEShape

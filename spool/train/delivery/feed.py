@@ -49,7 +49,7 @@ from spool.train.delivery.work import Work, work_of
 if TYPE_CHECKING:
     from spool.model.refs import SegmentRef, StepRef
     from spool.train.delivery.work import Settings
-    from spool.train.planner import Mesh, Place, Plan
+    from spool.train.planning.planner import Mesh, Place, Plan
 
 log = logging.getLogger("spool.train.delivery")
 

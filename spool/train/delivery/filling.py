@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spool.model.fields import LOSS_MASK, ROUTED_EXPERTS, FieldSpec
-from spool.train import gaps
 from spool.train.delivery import arrays, memory
 from spool.train.delivery.arrays import Arrangement, arrange, behind, check_fields, pad
 from spool.train.delivery.work import Settings, Work
-from spool.train.entries import entries_of
-from spool.train.fields import expert_spec, have_routing
-from spool.train.items import Piece
-from spool.train.layouts import STALENESS, VERSIONS
-from spool.train.placement import Placement, before_response, placement, uncovered
-from spool.train.reading import make_plan
-from spool.train.versions import VersionOrder, masked_versions, staleness, token_versions
+from spool.train.planning.items import Piece
+from spool.train.planning.placement import Placement, before_response, placement, uncovered
+from spool.train.restoring import gaps
+from spool.train.restoring.entries import entries_of
+from spool.train.restoring.fields import expert_spec, have_routing
+from spool.train.restoring.layouts import STALENESS, VERSIONS
+from spool.train.restoring.reading import make_plan
+from spool.train.restoring.versions import VersionOrder, masked_versions, staleness, token_versions
 
 if TYPE_CHECKING:
     from spool.handle import Spool

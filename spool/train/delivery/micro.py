@@ -10,12 +10,12 @@ import numpy as np
 from spool.arguments import integer, one_of, refused
 from spool.errors import NotFoundError
 from spool.model.fields import ROUTED_EXPERTS
-from spool.train.lazy import RoutedLayer, Stage
-from spool.train.planner import RankPlan
+from spool.train.planning.planner import RankPlan
+from spool.train.restoring.lazy import RoutedLayer, Stage
 
 if TYPE_CHECKING:
     from spool.model.refs import SegmentRef, StepRef
-    from spool.train.shares import Share
+    from spool.train.planning.shares import Share
 
 
 class Micro(Mapping[str, Any]):

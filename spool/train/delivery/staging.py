@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from spool.train.tensors import Framework, converter, import_torch, same_memory
+from spool.train.restoring.tensors import Framework, converter, import_torch, same_memory
 
 Arrays = dict[str, "NDArray[Any]"]
 Stage = Callable[[Arrays], Callable[[], dict[str, Any]]]

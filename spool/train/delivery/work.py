@@ -10,11 +10,11 @@ from spool.arguments import instance, listed
 from spool.errors import InputError
 from spool.model.moe import MoEShape
 from spool.model.refs import SegmentRef, StepRef
-from spool.train.gaps import Missing
-from spool.train.items import items_of
-from spool.train.planner import Place, Plan, RankPlan
-from spool.train.shares import Share
-from spool.train.versions import VersionOrder, version_order
+from spool.train.planning.items import items_of
+from spool.train.planning.planner import Place, Plan, RankPlan
+from spool.train.planning.shares import Share
+from spool.train.restoring.gaps import Missing
+from spool.train.restoring.versions import VersionOrder, version_order
 
 
 class Settings(Struct, frozen=True, kw_only=True):

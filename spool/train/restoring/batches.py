@@ -11,17 +11,17 @@ from spool.errors import InputError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.model.refs import Ref
 from spool.read.fetch import Verify
-from spool.train import layouts
-from spool.train.entries import Entry, Lengths, check_drop, entries_of, kept
-from spool.train.fields import expert_spec
-from spool.train.gaps import Missing
-from spool.train.handles import handle
-from spool.train.layouts import VERSIONS, Layout
-from spool.train.lazy import LazyRouting
-from spool.train.ranks import RankSlice, rank_of
-from spool.train.reading import Rules, make_plan, read_batch
-from spool.train.tensors import Framework, converter
-from spool.train.versions import VersionOrder, version_order
+from spool.train.planning.ranks import RankSlice, rank_of
+from spool.train.restoring import layouts
+from spool.train.restoring.entries import Entry, Lengths, check_drop, entries_of, kept
+from spool.train.restoring.fields import expert_spec
+from spool.train.restoring.gaps import Missing
+from spool.train.restoring.handles import handle
+from spool.train.restoring.layouts import VERSIONS, Layout
+from spool.train.restoring.lazy import LazyRouting
+from spool.train.restoring.reading import Rules, make_plan, read_batch
+from spool.train.restoring.tensors import Framework, converter
+from spool.train.restoring.versions import VersionOrder, version_order
 
 if TYPE_CHECKING:
     from spool.handle import Spool

@@ -13,10 +13,10 @@ from spool.formats.layers import bounds
 from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, numpy_dtype
 from spool.read.lookup import names_of
 from spool.read.select import positions
-from spool.train import gaps
-from spool.train.fields import agreed, covers_of, have_routing
-from spool.train.layouts import STALENESS, VERSIONS, Batch, Column
-from spool.train.versions import VersionOrder, masked_versions, staleness, token_versions
+from spool.train.restoring import gaps
+from spool.train.restoring.fields import agreed, covers_of, have_routing
+from spool.train.restoring.layouts import STALENESS, VERSIONS, Batch, Column
+from spool.train.restoring.versions import VersionOrder, masked_versions, staleness, token_versions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from spool.model.refs import Ref
     from spool.read.fetch import Verify
     from spool.read.sample import Coverage, Sample
-    from spool.train.entries import Entry
-    from spool.train.gaps import Missing
-    from spool.train.ranks import RankSlice
+    from spool.train.planning.ranks import RankSlice
+    from spool.train.restoring.entries import Entry
+    from spool.train.restoring.gaps import Missing
 
 _DERIVED = frozenset({VERSIONS.name, STALENESS.name})
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from spool.train.stream import Batches
+from spool.train.replay.stream import Batches
 
 
 class TorchBatches(Batches, IterableDataset[Any]):

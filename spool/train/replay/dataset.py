@@ -30,11 +30,11 @@ from spool.model.refs import SegmentRef
 from spool.read.sample import Sample
 from spool.rollout.views import View
 from spool.sizes import parse_size
-from spool.train.order import BatchBy, Ends, Order, Rules
-from spool.train.packing import Packer, Wanted
-from spool.train.snapshot import Snapshot, snapshot_of
-from spool.train.stream import Batch, Batches, Oversize, Share
-from spool.train.tensors import import_torch, same_memory
+from spool.train.replay.order import BatchBy, Ends, Order, Rules
+from spool.train.replay.packing import Packer, Wanted
+from spool.train.replay.snapshot import Snapshot, snapshot_of
+from spool.train.replay.stream import Batch, Batches, Oversize, Share
+from spool.train.restoring.tensors import import_torch, same_memory
 
 __all__ = ["Batch", "Batches", "SegmentDataset"]
 
@@ -296,7 +296,7 @@ class SegmentDataset:
 def _batches_class(framework: Framework) -> type[Batches]:
     if framework == "numpy":
         return Batches
-    from spool.train.loading import TorchBatches
+    from spool.train.replay.loading import TorchBatches
 
     return TorchBatches
 

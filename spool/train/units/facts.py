@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from spool.errors import InputError, RankError
-from spool.train.unit_plan import UnitPlan
+from spool.train.units.plan import UnitPlan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What features may be of."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.train.items import Piece, Range
+from spool.train.planning.items import Piece, Range
 
 
 class Placement(NamedTuple):

@@ -12,9 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from spool.errors import InputError, PayloadError
-from spool.train.tensors import same_memory
-from spool.train.unit_plan import UnitPlan, UnitRun
-from spool.train.units import IndexedUnit
+from spool.train.restoring.tensors import same_memory
+from spool.train.units.index import IndexedUnit
+from spool.train.units.plan import UnitPlan, UnitRun
 
 Load = Callable[[Sequence[str]], Sequence[Any]]
 Collate = Callable[[list[Any]], Any]

@@ -9,7 +9,7 @@ from msgspec.structs import force_setattr
 
 from spool.arguments import integer, listed, text
 from spool.errors import ConfigError, InputError
-from spool.train.items import Range
+from spool.train.planning.items import Range
 
 _AXES = ("tp", "cp", "dp", "pp")
 

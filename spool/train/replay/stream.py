@@ -13,11 +13,11 @@ from spool.arguments import integer, mapping, refused
 from spool.errors import InputError
 from spool.formats.arrays import Ragged
 from spool.model.refs import SegmentRef
-from spool.train.order import Ends, Epoch, Rules, Units, end_of, epoch_of, units_of
-from spool.train.prefetch import read_ahead
+from spool.train.replay.order import Ends, Epoch, Rules, Units, end_of, epoch_of, units_of
+from spool.train.replay.prefetch import read_ahead
 
 if TYPE_CHECKING:
-    from spool.train.dataset import SegmentDataset
+    from spool.train.replay.dataset import SegmentDataset
 
 Oversize = Literal["alone", "error"]
 Count = Annotated[int, msgspec.Meta(ge=0)]

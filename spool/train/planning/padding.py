@@ -10,10 +10,10 @@ import numpy as np
 
 from spool.arguments import integer, one_of
 from spool.errors import InputError
-from spool.train.balance import size_of
-from spool.train.items import Item
-from spool.train.mesh import Mesh
-from spool.train.shares import SPLITS, Split
+from spool.train.planning.balance import size_of
+from spool.train.planning.items import Item
+from spool.train.planning.mesh import Mesh
+from spool.train.planning.shares import SPLITS, Split
 
 Layout = Literal["packed", "padded"]
 

@@ -11,15 +11,15 @@ import numpy as np
 from spool.errors import InputError
 from spool.formats.arrays import Ragged
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec
-from spool.train.gaps import consecutive, has_experts
-from spool.train.tensors import jagged
+from spool.train.restoring.gaps import consecutive, has_experts
+from spool.train.restoring.tensors import jagged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from spool.model.refs import Ref
-    from spool.train.entries import Entry
-    from spool.train.tensors import Convert, Framework
+    from spool.train.restoring.entries import Entry
+    from spool.train.restoring.tensors import Convert, Framework
 
 Layout = Literal["slime", "miles", "verl", "nested", "packed"]
 Joined = Literal["lists", "jagged", "packed"]

@@ -20,8 +20,8 @@ from spool.read.lookup import names_of
 from spool.read.memory import Memory
 from spool.read.sample import Sample
 from spool.read.select import layer_range
-from spool.train.items import Item, Piece, cut
-from spool.train.placement import Placement, before_response, placement, uncovered
+from spool.train.planning.items import Item, Piece, cut
+from spool.train.planning.placement import Placement, before_response, placement, uncovered
 
 Array = NDArray[Any]
 

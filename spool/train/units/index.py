@@ -12,7 +12,7 @@ from msgspec import Struct
 from spool.arguments import listed
 from spool.errors import InputError
 from spool.model.refs import Ref
-from spool.train.items import Piece, items_of
+from spool.train.planning.items import Piece, items_of
 
 _row = attrgetter("row")
 

@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from spool.arguments import one_of
 from spool.errors import InputError
-from spool.train.items import Item, Piece, Range, cut
-from spool.train.placement import placement
-from spool.train.ranks import equal_parts
+from spool.train.planning.items import Item, Piece, Range, cut
+from spool.train.planning.placement import placement
+from spool.train.planning.ranks import equal_parts
 
 SplitName = Literal["zigzag", "contiguous", "micro_batch"]
 SplitFunction = Callable[[int, int], Sequence[Sequence[Range]]]

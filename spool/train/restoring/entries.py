@@ -11,7 +11,7 @@ from spool.model.outcome import OUTCOMES
 from spool.model.refs import Ref, SegmentRef
 
 if TYPE_CHECKING:
-    from spool.train.versions import VersionOrder
+    from spool.train.restoring.versions import VersionOrder
 
 DROPS = (*OUTCOMES, "superseded", "nonfinite", "untrained")
 """Why a segment may be dropped: its outcome, a repeated request, NaN or infinite logprobs, nothing to train in it."""

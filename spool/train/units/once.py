@@ -15,11 +15,11 @@ from msgspec import Struct
 
 from spool.arguments import instance, integer, one_of, refused, seconds
 from spool.errors import InputError, RankError
-from spool.train.feature_facts import DTYPES, Facts, agreed, facts_of, with_features
-from spool.train.peers import Peers
-from spool.train.unit_encoder import Collate, Load, Meter, UnitEncoder, ranges
-from spool.train.unit_plan import Route, UnitPlan, UnitRun
-from spool.train.units import UnitRows
+from spool.train.units.encoder import Collate, Load, Meter, UnitEncoder, ranges
+from spool.train.units.facts import DTYPES, Facts, agreed, facts_of, with_features
+from spool.train.units.index import UnitRows
+from spool.train.units.peers import Peers
+from spool.train.units.plan import Route, UnitPlan, UnitRun
 
 Missing = Literal["error", "zero"]
 

@@ -16,12 +16,12 @@ from spool.formats.layers import bounds
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.model.refs import Ref
 from spool.read.fetch import Verify
-from spool.train import gaps
-from spool.train.entries import Lengths, entries_of
-from spool.train.fields import agreed, covers_of, expert_spec, have_routing
-from spool.train.handles import handle
-from spool.train.ranks import RankSlice, check_rank, rank_of
-from spool.train.tensors import Framework, converter
+from spool.train.planning.ranks import RankSlice, check_rank, rank_of
+from spool.train.restoring import gaps
+from spool.train.restoring.entries import Lengths, entries_of
+from spool.train.restoring.fields import agreed, covers_of, expert_spec, have_routing
+from spool.train.restoring.handles import handle
+from spool.train.restoring.tensors import Framework, converter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

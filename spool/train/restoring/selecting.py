@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from spool.arguments import integer, listed, optional, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
-from spool.train.entries import Entry, check_drop, kept
-from spool.train.versions import version_order
+from spool.train.restoring.entries import Entry, check_drop, kept
+from spool.train.restoring.versions import version_order
 
 if TYPE_CHECKING:
     from typing import TypeVar

@@ -17,11 +17,11 @@ from msgspec import Struct
 from spool.arguments import instance, listed, one_of, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
-from spool.train.balance import partition
-from spool.train.items import Cost, Item, costs_of
-from spool.train.mesh import Place
-from spool.train.planner import Plan
-from spool.train.units import UnitIndex, UnitRows, UnitUse, rows_in, unit_index
+from spool.train.planning.balance import partition
+from spool.train.planning.items import Cost, Item, costs_of
+from spool.train.planning.mesh import Place
+from spool.train.planning.planner import Plan
+from spool.train.units.index import UnitIndex, UnitRows, UnitUse, rows_in, unit_index
 
 TpGradients = Literal["replicated", "partial"]
 """What each tensor-parallel rank's gradient of its features is: all of it, or a part that is to be summed."""

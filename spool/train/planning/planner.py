@@ -16,11 +16,11 @@ from msgspec import Struct
 from spool.arguments import instance, integer, one_of, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
-from spool.train.balance import Bins, fit, n_needed, partition
-from spool.train.items import Cost, Item, Piece, Range, costs_of, items_of
-from spool.train.mesh import Mesh, Place
-from spool.train.padding import Layout, Padding, padding
-from spool.train.shares import MicroBatch, Share, Split, Table, share_of, table_of
+from spool.train.planning.balance import Bins, fit, n_needed, partition
+from spool.train.planning.items import Cost, Item, Piece, Range, costs_of, items_of
+from spool.train.planning.mesh import Mesh, Place
+from spool.train.planning.padding import Layout, Padding, padding
+from spool.train.planning.shares import MicroBatch, Share, Split, Table, share_of, table_of
 
 __all__ = [
     "Item", "Mesh", "MicroBatch", "Piece", "Place", "Plan", "RankPlan", "Share", "plan", "plan_from_json", "plans",

@@ -1,0 +1,1 @@
+"""From references to the arrays that a trainer takes: whole batches, or the routing of a layer at a time."""
