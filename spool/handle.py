@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args, overload
 
 import msgspec
+from numpy.typing import NDArray
 
 from spool import arguments, audit
 from spool.audit import Report
@@ -50,6 +51,7 @@ from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.status import Status
 from spool.tiers import Tiers
+from spool.units import Units
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
@@ -134,6 +136,7 @@ class Spool:
         )
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
+        self._units = Units(config, self._feeds, self._recorder)
         self._tiers = Tiers(
             config,
             self._catalog,
@@ -142,6 +145,7 @@ class Spool:
             self._recorder,
             self._keeper,
             self._readers.store,
+            self._units,
             expire=self.expire_idle,
             withdraw=self._facts.withdraw,
             observer=observer,
@@ -237,6 +241,54 @@ class Spool:
         """
         self._feeds.catch_up()
         return self._recorder.expire(self._catalog.idle(time.time()))
+
+    # -- multimodal units --------------------------------------------------------------------------------------------
+
+    def put_unit(self, array: Any) -> str:
+        """Store a multimodal unit (an image, a group of video frames) once, and return its key for ``append(units=)``.
+
+        The key follows from dtype, shape and values. Whoever puts an equal array, in whichever process and on whichever
+        node, gets the same key; where it is stored already nothing is written, and its age begins anew, as it does when
+        an append names it. It is there whole or not at all, and with ``durability=disk`` outlives a power cut.
+
+        Args:
+            array: a numpy or torch array of any shape: bool, integers, floats of 8 to 64 bits. It is read until this
+                returns, so nobody may change it meanwhile, and never kept.
+
+        Raises:
+            PayloadError: it is no array, or of another dtype.
+            CapacityError: no room within ``append_timeout_s``.
+            SessionStateError: the spool was opened to read only, or from its cold root.
+            StorageError: it cannot be written.
+        """
+        return self._units.put(array)
+
+    async def put_unit_async(self, array: Any) -> str:
+        """`put_unit` on Spool's own threads; waiting for room holds none of them."""
+        return await self._units.put_async(array, self._on_thread)
+
+    def read_unit(self, key: str) -> NDArray[Any]:
+        """Return a unit; see `read_units`."""
+        return self.read_units([key])[0]
+
+    def read_units(self, keys: Sequence[str]) -> list[NDArray[Any]]:
+        """Return units as numpy arrays, in the order of ``keys``: writable, and each its own.
+
+        They come from the hot tier, or else from the cold one, several at once. One that is named twice is read once.
+        Every byte is checked. Dtypes that numpy lacks are those of ml_dtypes.
+
+        Raises:
+            ReleasedError: one was deleted, as nobody named it any more.
+            NotFoundError: one was never put, or not published by the node that has it.
+            IntegrityError: one is damaged; names the file.
+            StorageError: a root cannot be read.
+        """
+        self._recorder.check_open()
+        return self._units.read(arguments.names("keys", keys))
+
+    async def read_units_async(self, keys: Sequence[str]) -> list[NDArray[Any]]:
+        """`read_units` on Spool's own threads."""
+        return await self._on_thread(lambda: self.read_units(keys))
 
     # -- late facts and the end --------------------------------------------------------------------------------------
 
@@ -740,6 +792,7 @@ class Spool:
         finally:
             self._catalog.close()
             self._readers.close()
+            self._units.close()
 
     def __enter__(self) -> Self:
         return self

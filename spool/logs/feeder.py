@@ -21,6 +21,7 @@ from spool.logs.packs import Cold, GoneMark, StreamSizes, list_packs, pack_bytes
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
 from spool.stores.local import map_os_error
+from spool.stores.units import ACCOUNT, HotUnits
 
 log = logging.getLogger("spool.logs")
 
@@ -515,4 +516,5 @@ class LogFeeder:
         live = {name for name in names if is_live(self._root, name)}
         exact = {name: measure(self._root, name) for name in names if name not in live}
         gone = dict.fromkeys(before.keys() - set(names), 0)
-        self._catalog.account({**exact, **gone}, {name: measure(self._root, name) for name in live})
+        units = {ACCOUNT: HotUnits(self._root).measure()}
+        self._catalog.account({**exact, **gone, **units}, {name: measure(self._root, name) for name in live})

@@ -21,6 +21,7 @@ from spool.logs.packs import list_packs, marker_path, read_entry, write_cold
 from spool.logs.streams import records_path, stream_names
 from spool.stores.local import read_file
 from spool.stores.objects import Objects
+from spool.stores.units import HotUnits
 
 log = logging.getLogger("spool.spiller")
 
@@ -78,6 +79,7 @@ class Mender:
         if not self._swept_at or time.monotonic() - self._swept_at > STALE_S:
             self._swept_at = time.monotonic()
             sweep(self._root)
+            HotUnits(self._root).sweep(older_than_s=STALE_S)
         self._started = True
 
 

@@ -1,0 +1,206 @@
+"""Deleting multimodal units that nobody names any more, by age.
+
+In the hot root at once: who puts or names a unit says so in its file. In the cold one, which other nodes share, it is
+announced first: a node that publishes a pack with such a unit looks for that and puts the unit again. So a unit goes
+only if, when ``grace_s`` is over, its object is still the one that was to go, and no manifest names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from spool.catalog import Catalog
+from spool.logs.units import Deletion, Deletions
+from spool.model.units import UNITS, parse_unit_path, unit_path
+from spool.points import reach
+from spool.retention import Policy, StoredUnit, aged_units, held_units, over
+from spool.spiller.units import UnitUploader
+from spool.stores.objects import ObjectInfo, Objects
+from spool.stores.shared import SharedFolder
+from spool.stores.units import ACCOUNT, HotUnits
+
+log = logging.getLogger("spool.spiller")
+
+BATCH = 256
+"""Objects that are deleted together."""
+
+
+class UnitDecision(NamedTuple):
+    """A unit that goes.
+
+    Attributes:
+        key: the unit's.
+        n_bytes: what it takes, in both tiers.
+        why: in words.
+    """
+
+    key: str
+    n_bytes: int
+    why: str
+
+
+class _Stock(NamedTuple):
+    """The units that there are.
+
+    Attributes:
+        hot: in the hot root, by key.
+        cold: objects in the cold root, by key.
+    """
+
+    hot: Mapping[str, StoredUnit]
+    cold: Mapping[str, ObjectInfo]
+
+
+class UnitCollector:
+    """Deletes the units that may go. Units belong to no node: each one's collector looks at all in the cold root.
+
+    Args:
+        root: the hot root; None where there is none here.
+        catalog: the index, up to date: who names what.
+        objects: the cold root; None where there is none.
+        policy: of sessions.
+        age_s: how long a unit is kept that nobody names.
+        grace_s: between announcing and deleting.
+        is_whole: whether all that was published is known to the catalog.
+    """
+
+    def __init__(
+        self,
+        root: str | None,
+        catalog: Catalog,
+        objects: Objects | None,
+        policy: Policy,
+        *,
+        age_s: float,
+        grace_s: float,
+        is_whole: Callable[[], bool],
+    ) -> None:
+        self._catalog = catalog
+        self._objects = objects
+        self._policy = policy
+        self._age_s = age_s
+        self._grace_s = grace_s
+        self._is_whole = is_whole
+        self._units = None if root is None else HotUnits(root)
+        self._uploader = UnitUploader(self._units, objects) if self._units is not None and objects is not None else None
+        place = objects if objects is not None else SharedFolder(str(root))
+        self._deletions = Deletions(place)
+
+    def plan(self) -> list[UnitDecision]:
+        """Return the units that may go.
+
+        Raises:
+            StorageError: a root cannot be read.
+        """
+        if not self._may_delete():
+            return []
+        stock = self._look()
+        return [self._decision(stock, key) for key in self._aged(stock, self._held())]
+
+    def run(self) -> tuple[list[UnitDecision], int]:
+        """Delete what may go, and look after what stays; return what went or was announced, and what waits for grace.
+
+        Raises:
+            SpoolError: a root failed; call it again.
+        """
+        if not self._may_delete():
+            return [], 0
+        stock, held = self._look(), self._held()
+        self._keep(stock, held)
+        waiting = [item for item in self._deletions.all() if not item.gone.done]
+        known = {key for _, gone in waiting for key in gone.units}
+        due = [key for key in self._aged(stock, held) if key not in known]
+        if due:
+            times = {key: stock.cold[key].modified if key in stock.cold else 0.0 for key in due}
+            self._deletions.announce(times, done=self._objects is None)
+            reach("collect.units")
+        went = [self._decision(stock, key) for key in due]
+        self._delete_hot({*due, *known}.difference(held), stock)
+        n_waiting = self._finish(waiting, stock, held) + bool(due and self._objects is not None)
+        self._deletions.merge()
+        return went, n_waiting
+
+    def _decision(self, stock: _Stock, key: str) -> UnitDecision:
+        why = f"units that no live session names, last put or named more than {self._age_s:g} s ago"
+        return UnitDecision(key, stock_bytes(stock, key), why)
+
+    # -- looking -----------------------------------------------------------------------------------------------------
+
+    def _may_delete(self) -> bool:
+        if not self._policy.released and self._policy.age_s is None:
+            return False
+        if not self._is_whole():
+            log.warning("no units are deleted for now: which ones are named is not known, as records cannot be read")
+            return False
+        return True
+
+    def _look(self) -> _Stock:
+        units = self._units.all() if self._units is not None else ()
+        hot = {unit.key: StoredUnit(unit.key, unit.size, unit.used_at) for unit in units}
+        found = self._objects.list(UNITS) if self._objects is not None else ()
+        return _Stock(hot, {key: info for info in found if (key := parse_unit_path(info.key)) is not None})
+
+    def _held(self) -> set[str]:
+        """Return the units that are needed, by what the index knows now."""
+        ended = over(self._catalog.packs.sessions(), now=time.time(), failed_keep_s=self._policy.failed_keep_s)
+        return held_units(self._catalog.units.named(), ended, self._policy)
+
+    def _aged(self, stock: _Stock, held: Collection[str]) -> list[str]:
+        """Return the units that may go; one that was used here lately stays in the cold root too."""
+        cold = (StoredUnit(key, info.size, info.modified) for key, info in stock.cold.items())
+        latest = {unit.key: unit for unit in cold} | dict(stock.hot)
+        return [unit.key for unit in aged_units(latest.values(), held, age_s=self._age_s, now=time.time())]
+
+    # -- what stays --------------------------------------------------------------------------------------------------
+
+    def _keep(self, stock: _Stock, held: Collection[str]) -> None:
+        """Bring back what the cold root lost and a session names, and renew what only this node knows to be needed.
+
+        Other nodes cannot know which units a session names that is not published yet.
+        """
+        if self._uploader is None or self._objects is None:
+            return
+        unpublished = self._catalog.units.unpublished()
+        lost = [key for key in stock.hot if key in held and key not in stock.cold and key not in unpublished]
+        self._uploader.bring(lost)
+        old = time.time() - self._age_s / 2
+        for key in sorted(unpublished & stock.cold.keys() - stock.hot.keys()):
+            if stock.cold[key].modified < old:
+                self._objects.put(unit_path(key), self._objects.get(unit_path(key)))
+
+    # -- what goes ---------------------------------------------------------------------------------------------------
+
+    def _delete_hot(self, keys: Iterable[str], stock: _Stock) -> None:
+        before = time.time() - self._age_s
+        for key in sorted(stock.hot.keys() & set(keys)):
+            assert self._units is not None
+            freed = self._units.remove(key, unless_used_after=before)
+            self._catalog.settle(ACCOUNT, freed)
+
+    def _finish(self, waiting: Sequence[Deletion], stock: _Stock, held: Collection[str]) -> int:
+        """Delete what was announced long enough ago; return how many announcements wait for that."""
+        # a time far ahead is that of a clock that was wrong
+        due = [item for item in waiting if abs(time.time() - item.gone.at) >= self._grace_s]
+        for deletion in due:
+            assert self._objects is not None
+            going = [key for key, at in deletion.gone.units.items() if self._goes(key, at, stock, held)]
+            there = [unit_path(key) for key in going if key in stock.cold]
+            for start in range(0, len(there), BATCH):
+                self._objects.delete(there[start : start + BATCH])
+                reach("collect.unit")
+            self._deletions.finish(deletion, going)
+        return len(waiting) - len(due)
+
+    def _goes(self, key: str, at: float, stock: _Stock, held: Collection[str]) -> bool:
+        info, here = stock.cold.get(key), stock.hot.get(key)
+        fresh = here is not None and time.time() - here.used_at < self._age_s
+        return key not in held and not fresh and (info is None or info.modified == at)
+
+
+def stock_bytes(stock: _Stock, key: str) -> int:
+    """Return what a unit takes in both tiers."""
+    hot, cold = stock.hot.get(key), stock.cold.get(key)
+    return (hot.size if hot is not None else 0) + (cold.size if cold is not None else 0)

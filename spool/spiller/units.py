@@ -1,0 +1,124 @@
+"""Multimodal units of a hot root -> objects of the cold one, and away from the hot one once they are safe there.
+
+A unit is put where its key says, so it is the same object from whichever node and however often.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+
+from spool.catalog import Catalog
+from spool.errors import IntegrityError, StorageError
+from spool.formats.frames import decode_event
+from spool.formats.units import check
+from spool.logs.units import Deletions
+from spool.model.events import StepCommitted, parts
+from spool.model.units import PREFIX, own_keys, unit_path
+from spool.points import reach
+from spool.stores.objects import Objects
+from spool.stores.threads import Threads
+from spool.stores.units import ACCOUNT, HotUnits
+
+UPLOADS = 16
+"""Units on their way at a time."""
+LARGE_BYTES = 8 << 20
+"""Of larger ones, one is in memory at a time."""
+
+
+def named_units(payloads: Iterable[bytes]) -> Iterator[str]:
+    """Yield the units that the events of a pack name, by keys that ``put_unit`` returned; some more than once."""
+    mark = PREFIX.encode()
+    for payload in payloads:
+        if mark in payload:  # most packs name none: they are not decoded for this
+            for event in parts(decode_event(payload)):
+                if isinstance(event, StepCommitted):
+                    yield from own_keys(event.units)
+
+
+class UnitUploader:
+    """Brings units of a hot root to a cold one; safe from many threads, and after a fork.
+
+    Args:
+        units: of the hot root.
+        objects: the cold root.
+    """
+
+    def __init__(self, units: HotUnits, objects: Objects) -> None:
+        self._units = units
+        self._objects = objects
+        self._deletions = Deletions(objects)
+        self._threads = Threads(UPLOADS)
+        self._large = threading.Lock()
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.close()
+
+    def bring(self, keys: Iterable[str]) -> list[str]:
+        """Have those of the units that are here in the cold root; return those that are in neither.
+
+        Raises:
+            IntegrityError: one is not what its key says.
+            StorageError: a root failed.
+        """
+        wanted = list(dict.fromkeys(keys))
+        going = self._deletions.pending() if wanted else set()
+        there = self._threads.map(lambda key: self._bring(key, again=key in going), wanted)
+        return [key for key, is_there in zip(wanted, there, strict=True) if not is_there]
+
+    def insist(self, keys: Iterable[str]) -> None:
+        """Put again what somebody began to delete meanwhile, not knowing that a pack names it.
+
+        Raises:
+            IntegrityError, StorageError: as `bring`.
+        """
+        wanted = set(keys)
+        if wanted and (going := wanted & self._deletions.pending()):
+            self._threads.map(lambda key: self._bring(key, again=True), sorted(going))
+
+    def is_there(self, key: str, size: int) -> bool:
+        """Whether the object of a unit is in the cold root, with its size.
+
+        Raises:
+            StorageError: it cannot be reached.
+        """
+        found = self._objects.info(unit_path(key))
+        return found is not None and found.size == size
+
+    def evict(self, key: str, catalog: Catalog) -> int:
+        """Take a unit out of the hot root, once it is in the cold one; return the bytes of room that this gives.
+
+        Raises:
+            IntegrityError, StorageError: as `bring`.
+        """
+        here = self._units.info(key)
+        if here is None or self.bring([key]) or not self.is_there(key, here.size):
+            return 0
+        freed = self._units.remove(key)
+        reach("evict.unit")
+        catalog.settle(ACCOUNT, freed)
+        return freed
+
+    def _bring(self, key: str, *, again: bool) -> bool:
+        """Return whether a unit is in the cold root now; ``again``: the object that is there may go at any moment."""
+        here = self._units.info(key)
+        if here is None:
+            return self._objects.info(unit_path(key)) is not None
+        if not again and self.is_there(key, here.size):
+            return True
+        with self._large if here.size > LARGE_BYTES else nullcontext():
+            data = self._units.read(key)
+            if data is None:  # it was evicted or deleted just now
+                return self._objects.info(unit_path(key)) is not None
+            check(data, key, where=self._units.path(key))
+            self._put(key, data)
+        reach("spill.unit")
+        return True
+
+    def _put(self, key: str, data: bytearray) -> None:
+        try:
+            self._objects.put(unit_path(key), data)
+        except IntegrityError as error:  # it is the cold root's fault
+            raise StorageError(str(error), **error.details) from error
