@@ -18,7 +18,7 @@ from spool.model.refs import Ref
 from spool.observe import Deleted, Observer, Waited, tell
 from spool.publishing import Publisher
 from spool.recorder import Recorder
-from spool.retention import Decision, Policy
+from spool.retention import Decision, Policy, held_units, over
 from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
@@ -34,8 +34,8 @@ from spool.units import Units
 T = TypeVar("T")
 Progress = Callable[[int, int], object]
 
-UNITS_S = 600.0
-"""Between two looks of a spiller at the units that there are; less where they age faster."""
+UNITS_S, LOCAL_UNITS_S, LEAST_UNITS_S = 600.0, 20.0, 1.0
+"""Between two looks of a spiller at the units that there are: with a cold root, without; less where they age fast."""
 
 
 class Tiers:
@@ -193,13 +193,13 @@ class Tiers:
     def gc(self, *, dry_run: bool, progress: Progress | None) -> list[Decision]:
         """See `Spool.gc`."""
         self._feeds.catch_up(whole=True)
-        packs, units = self.collector(), self.unit_collector()
+        packs = self.collector()
         plan = packs.plan()
-        if dry_run:
-            return [*plan, *_of_units(units.plan())]
-        self._collect_packs(packs, plan, progress)
-        self._feeds.hot.catch_up()  # what was said to be over
-        aged, _ = units.run()
+        with contextlib.closing(self.unit_collector()) as units:
+            if dry_run:
+                return [*plan, *_of_units(units.plan())]
+            self._collect_packs(packs, plan, progress)
+            aged, _ = units.run()
         if self._config.root is None and self._feeds.cold is not None:
             roll_up(self._feeds.cold)
         if self._feeds.cold is not None:
@@ -228,6 +228,7 @@ class Tiers:
             _policy(config),
             age_s=config.units_age_s,
             grace_s=config.grace_s,
+            refresh=lambda: self._feeds.catch_up(whole=True),
             is_whole=lambda: self._feeds.are_whole(self._catalog),
         )
 
@@ -235,10 +236,18 @@ class Tiers:
         """Delete what may go; what a spiller does again and again."""
         packs = self.collector()
         done = self._collect_packs(packs, packs.plan())
-        if time.monotonic() - self._units_at >= min(max(self._config.units_age_s / 8, 1.0), UNITS_S):
-            self._n_units_waiting = self.unit_collector().run()[1]
+        if time.monotonic() - self._units_at >= self._units_s():
+            with contextlib.closing(self.unit_collector()) as units:
+                self._n_units_waiting = units.run()[1]
             self._units_at = time.monotonic()
         return done._replace(n_waiting=done.n_waiting + self._n_units_waiting)
+
+    def _units_s(self) -> float:
+        """Return how long after one look at the units the next one is due."""
+        if self._n_units_waiting:
+            return max(self._config.grace_s, LEAST_UNITS_S)
+        most_s = LOCAL_UNITS_S if self._feeds.cold is None else UNITS_S
+        return min(max(self._config.units_age_s / 8, LEAST_UNITS_S), most_s)
 
     def _collect_packs(
         self, collector: Collector, plan: Sequence[Decision], progress: Progress | None = None
@@ -253,7 +262,14 @@ class Tiers:
     def status(self, spool_id: str) -> status.Status:
         """See `Spool.status`."""
         self._feeds.catch_up(fresh=True)
-        return status.look(self._config, spool_id, self._catalog)
+        cold = self._feeds.cold
+        return status.look(self._config, spool_id, self._catalog, None if cold is None else cold.objects)
+
+    def named_units(self) -> audit.NamedUnits:
+        """Return which sessions name which units, and which of those are needed."""
+        named, policy = self._catalog.units.named(), _policy(self._config)
+        ended = over(self._catalog.packs.sessions(), now=time.time(), failed_keep_s=policy.failed_keep_s)
+        return audit.NamedUnits(named, held_units(named, ended, policy))
 
     def cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
         """Return what the cold root has of packs, by (stream, number), that are not gone; None where there is none."""

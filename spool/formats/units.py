@@ -26,6 +26,7 @@ from spool.model.units import PREFIX
 _TENSOR = "unit"
 _ALIGNMENT = 8
 _MOST_HEADER_BYTES = 4096
+_GUESSES = (bool, int, float, complex, str, bytes, bytearray, memoryview, list, tuple, dict)
 _LENGTH = struct.Struct("<Q")
 
 _NAMES: dict[str, str] = {
@@ -138,7 +139,7 @@ def check(data: bytes | bytearray | memoryview, key: str, *, where: str) -> None
 
 
 def _as_array(array: object) -> NDArray[Any]:
-    if isinstance(array, bool | int | float | complex | str | bytes | bytearray | memoryview | list | tuple | dict):
+    if not isinstance(array, np.generic) and isinstance(array, _GUESSES):
         raise PayloadError(f"a unit is a numpy or torch array, got {type(array).__name__}: pass np.asarray(...) of it")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):

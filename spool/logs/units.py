@@ -76,12 +76,13 @@ class Deletions:
         Raises:
             StorageError: the root cannot be read.
         """
-        known, self._known = self._known, {}
+        known, found = self._known, dict[ObjectInfo, GoneUnits]()
         for info in self._objects.list(GONE_UNITS):
             gone = known.get(info) or self._read(info)
             if gone is not None:
-                self._known[info] = gone
-        return [Deletion(info.key, gone) for info, gone in self._known.items()]
+                found[info] = gone
+        self._known = found
+        return [Deletion(info.key, gone) for info, gone in found.items()]
 
     def pending(self) -> set[str]:
         """Return the units that may go at any moment.

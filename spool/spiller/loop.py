@@ -423,13 +423,8 @@ class Spiller:
             return 0
         units = [StoredUnit(unit.key, disk_bytes(unit.size), unit.used_at) for unit in self._units.all()]
         plan = unit_evictions(units, self._catalog.units.unpublished(), used=used, low=low)
-        freed = 0
-        for item in plan:
-            try:
-                freed += self._uploader.units.evict(item.key, self._catalog)
-            except IntegrityError as error:
-                log.error("a unit stays in the hot root: %s", error)
-        return freed
+        renew_before = time.time() - self._config.units_age_s / 2
+        return self._uploader.units.evict([unit.key for unit in plan], self._catalog, renew_before=renew_before)
 
     def _is_safe(self, item: Eviction) -> bool:
         """Whether a pack is in the cold root now, whatever its marker says; one that is lost is brought over again."""

@@ -20,12 +20,14 @@ from spool.retention import Policy, StoredUnit, aged_units, held_units, over
 from spool.spiller.units import UnitUploader
 from spool.stores.objects import ObjectInfo, Objects
 from spool.stores.shared import SharedFolder
+from spool.stores.threads import Threads
 from spool.stores.units import ACCOUNT, HotUnits
 
 log = logging.getLogger("spool.spiller")
 
-BATCH = 256
-"""Objects that are deleted together."""
+BATCH = 32
+"""Objects that are looked at, and then deleted, together."""
+THREADS = 16
 
 
 class UnitDecision(NamedTuple):
@@ -64,6 +66,7 @@ class UnitCollector:
         policy: of sessions.
         age_s: how long a unit is kept that nobody names.
         grace_s: between announcing and deleting.
+        refresh: brings the catalog up to date.
         is_whole: whether all that was published is known to the catalog.
     """
 
@@ -76,6 +79,7 @@ class UnitCollector:
         *,
         age_s: float,
         grace_s: float,
+        refresh: Callable[[], object],
         is_whole: Callable[[], bool],
     ) -> None:
         self._catalog = catalog
@@ -83,11 +87,19 @@ class UnitCollector:
         self._policy = policy
         self._age_s = age_s
         self._grace_s = grace_s
+        self._refresh = refresh
         self._is_whole = is_whole
+        self._threads = Threads(THREADS)
         self._units = None if root is None else HotUnits(root)
         self._uploader = UnitUploader(self._units, objects) if self._units is not None and objects is not None else None
         place = objects if objects is not None else SharedFolder(str(root))
         self._deletions = Deletions(place)
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.close()
+        if self._uploader is not None:
+            self._uploader.close()
 
     def plan(self) -> list[UnitDecision]:
         """Return the units that may go.
@@ -95,10 +107,8 @@ class UnitCollector:
         Raises:
             StorageError: a root cannot be read.
         """
-        if not self._may_delete():
-            return []
-        stock = self._look()
-        return [self._decision(stock, key) for key in self._aged(stock, self._held())]
+        stock, held = self._look(), self._held()
+        return [self._decision(stock, key) for key in self._aged(stock, held)] if self._may_delete() else []
 
     def run(self) -> tuple[list[UnitDecision], int]:
         """Delete what may go, and look after what stays; return what went or was announced, and what waits for grace.
@@ -106,10 +116,10 @@ class UnitCollector:
         Raises:
             SpoolError: a root failed; call it again.
         """
-        if not self._may_delete():
-            return [], 0
         stock, held = self._look(), self._held()
         self._keep(stock, held)
+        if not self._may_delete():
+            return [], 0
         waiting = [item for item in self._deletions.all() if not item.gone.done]
         known = {key for _, gone in waiting for key in gone.units}
         due = [key for key in self._aged(stock, held) if key not in known]
@@ -144,7 +154,8 @@ class UnitCollector:
         return _Stock(hot, {key: info for info in found if (key := parse_unit_path(info.key)) is not None})
 
     def _held(self) -> set[str]:
-        """Return the units that are needed, by what the index knows now."""
+        """Return the units that are needed; asked after the roots were listed, so that nobody named one meanwhile."""
+        self._refresh()
         ended = over(self._catalog.packs.sessions(), now=time.time(), failed_keep_s=self._policy.failed_keep_s)
         return held_units(self._catalog.units.named(), ended, self._policy)
 
@@ -187,12 +198,20 @@ class UnitCollector:
         for deletion in due:
             assert self._objects is not None
             going = [key for key, at in deletion.gone.units.items() if self._goes(key, at, stock, held)]
-            there = [unit_path(key) for key in going if key in stock.cold]
+            there = [key for key in going if key in stock.cold]
+            kept = set[str]()
             for start in range(0, len(there), BATCH):
-                self._objects.delete(there[start : start + BATCH])
-                reach("collect.unit")
-            self._deletions.finish(deletion, going)
+                kept |= self._delete(self._objects, there[start : start + BATCH], deletion.gone.units)
+            self._deletions.finish(deletion, [key for key in going if key not in kept])
         return len(waiting) - len(due)
+
+    def _delete(self, objects: Objects, keys: Sequence[str], times: Mapping[str, float]) -> set[str]:
+        """Delete objects unless they were put again just now; return the units that were."""
+        found = self._threads.map(objects.info, map(unit_path, keys))
+        again = {key for key, info in zip(keys, found, strict=True) if info is not None and info.modified != times[key]}
+        objects.delete(unit_path(key) for key in keys if key not in again)
+        reach("collect.unit")
+        return again
 
     def _goes(self, key: str, at: float, stock: _Stock, held: Collection[str]) -> bool:
         info, here = stock.cold.get(key), stock.hot.get(key)

@@ -5,8 +5,9 @@ A unit is put where its key says, so it is the same object from whichever node a
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 from spool.catalog import Catalog
@@ -18,8 +19,10 @@ from spool.model.events import StepCommitted, parts
 from spool.model.units import PREFIX, own_keys, unit_path
 from spool.points import reach
 from spool.stores.objects import Objects
-from spool.stores.threads import Threads
+from spool.stores.threads import PerProcess, Threads
 from spool.stores.units import ACCOUNT, HotUnits
+
+log = logging.getLogger("spool.spiller")
 
 UPLOADS = 16
 """Units on their way at a time."""
@@ -50,7 +53,7 @@ class UnitUploader:
         self._objects = objects
         self._deletions = Deletions(objects)
         self._threads = Threads(UPLOADS)
-        self._large = threading.Lock()
+        self._large = PerProcess(threading.Lock)
 
     def close(self) -> None:
         """Let the threads go."""
@@ -78,37 +81,51 @@ class UnitUploader:
         if wanted and (going := wanted & self._deletions.pending()):
             self._threads.map(lambda key: self._bring(key, again=True), sorted(going))
 
-    def is_there(self, key: str, size: int) -> bool:
-        """Whether the object of a unit is in the cold root, with its size.
+    def evict(self, keys: Sequence[str], catalog: Catalog, *, renew_before: float) -> int:
+        """Take units out of the hot root once they are in the cold one; return the bytes of room that this gives.
+
+        Those that are damaged stay.
+
+        Args:
+            keys: the units.
+            catalog: has the account of room.
+            renew_before: objects in the cold root that are older are put again first: a node that names a unit, and
+                has not published that, is protected by nothing else than the object's age.
 
         Raises:
-            StorageError: it cannot be reached.
+            StorageError: a root failed.
         """
-        found = self._objects.info(unit_path(key))
-        return found is not None and found.size == size
+        going = self._deletions.pending() if keys else set()
 
-    def evict(self, key: str, catalog: Catalog) -> int:
-        """Take a unit out of the hot root, once it is in the cold one; return the bytes of room that this gives.
+        def evict(key: str) -> int:
+            try:
+                there = self._bring(key, again=key in going, renew_before=renew_before)
+            except IntegrityError as error:
+                log.error("a unit stays in the hot root: %s", error)
+                return 0
+            if not there:
+                return 0
+            freed = self._units.remove(key)
+            reach("evict.unit")
+            catalog.settle(ACCOUNT, freed)
+            return freed
 
-        Raises:
-            IntegrityError, StorageError: as `bring`.
+        return sum(self._threads.map(evict, keys))
+
+    def _bring(self, key: str, *, again: bool, renew_before: float = 0.0) -> bool:
+        """Return whether a unit is in the cold root now.
+
+        Args:
+            key: the unit's.
+            again: put it even where it is: that object may go at any moment.
+            renew_before: so too where the object is older.
         """
-        here = self._units.info(key)
-        if here is None or self.bring([key]) or not self.is_there(key, here.size):
-            return 0
-        freed = self._units.remove(key)
-        reach("evict.unit")
-        catalog.settle(ACCOUNT, freed)
-        return freed
-
-    def _bring(self, key: str, *, again: bool) -> bool:
-        """Return whether a unit is in the cold root now; ``again``: the object that is there may go at any moment."""
-        here = self._units.info(key)
+        here, there = self._units.info(key), self._objects.info(unit_path(key))
         if here is None:
-            return self._objects.info(unit_path(key)) is not None
-        if not again and self.is_there(key, here.size):
+            return there is not None
+        if there is not None and there.size == here.size and there.modified >= renew_before and not again:
             return True
-        with self._large if here.size > LARGE_BYTES else nullcontext():
+        with self._large.get() if here.size > LARGE_BYTES else nullcontext():
             data = self._units.read(key)
             if data is None:  # it was evicted or deleted just now
                 return self._objects.info(unit_path(key)) is not None
