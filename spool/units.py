@@ -75,13 +75,14 @@ class Units:
                 hot.make_durable(unit.key)
             return
         room, n_bytes, stored = self._recorder.room, disk_bytes(unit.size), False
-        if not room.reserve(ACCOUNT, n_bytes):
-            raise self._refused(n_bytes)
-        try:
-            stored = hot.store(unit.key, (unit.head, unit.body), sync=sync, direct=self._config.direct)
-        finally:
-            if not stored:
-                room.settle(ACCOUNT, n_bytes)
+        with hot.changing():
+            if not room.reserve(ACCOUNT, n_bytes):
+                raise self._refused(n_bytes)
+            try:
+                stored = hot.store(unit.key, (unit.head, unit.body), sync=sync, direct=self._config.direct)
+            finally:
+                if not stored:
+                    room.settle(ACCOUNT, n_bytes)
 
     def _refused(self, n_bytes: int) -> CapacityError:
         limit, taken = self._recorder.room.totals()

@@ -515,6 +515,9 @@ class LogFeeder:
         names = stream_names(self._root)
         live = {name for name in names if is_live(self._root, name)}
         exact = {name: measure(self._root, name) for name in names if name not in live}
-        gone = dict.fromkeys(before.keys() - set(names), 0)
-        units = {ACCOUNT: HotUnits(self._root).measure()}
-        self._catalog.account({**exact, **gone, **units}, {name: measure(self._root, name) for name in live})
+        gone = dict.fromkeys(before.keys() - {*names, ACCOUNT}, 0)
+        assumed = {name: measure(self._root, name) for name in live}
+        units = HotUnits(self._root)
+        with units.still() as known:
+            (exact if known else assumed)[ACCOUNT] = units.measure()
+            self._catalog.account({**exact, **gone}, assumed)

@@ -74,12 +74,13 @@ class Mender:
             torn = set(self._cold.damaged())
             mend_manifests(self._root, self._cold, torn - self._seen)
             self._seen = torn
-        if recovered or not self._started:
-            self._feeder.account()
+        n_swept = 0
         if not self._swept_at or time.monotonic() - self._swept_at > STALE_S:
             self._swept_at = time.monotonic()
             sweep(self._root)
-            HotUnits(self._root).sweep(older_than_s=STALE_S)
+            n_swept = HotUnits(self._root).sweep(older_than_s=STALE_S)
+        if recovered or n_swept or not self._started:
+            self._feeder.account()
         self._started = True
 
 

@@ -188,8 +188,8 @@ class UnitCollector:
         before = time.time() - self._age_s
         for key in sorted(stock.hot.keys() & set(keys)):
             assert self._units is not None
-            freed = self._units.remove(key, unless_used_after=before)
-            self._catalog.settle(ACCOUNT, freed)
+            with self._units.changing():
+                self._catalog.settle(ACCOUNT, self._units.remove(key, unless_used_after=before))
 
     def _finish(self, waiting: Sequence[Deletion], stock: _Stock, held: Collection[str]) -> int:
         """Delete what was announced long enough ago; return how many announcements wait for that."""
@@ -208,7 +208,7 @@ class UnitCollector:
     def _delete(self, objects: Objects, keys: Sequence[str], times: Mapping[str, float]) -> set[str]:
         """Delete objects unless they were put again just now; return the units that were."""
         found = self._threads.map(objects.info, map(unit_path, keys))
-        again = {key for key, info in zip(keys, found, strict=True) if info is not None and info.modified != times[key]}
+        again = {key for key, info in zip(keys, found, strict=True) if info and _is_newer(info, times[key])}
         objects.delete(unit_path(key) for key in keys if key not in again)
         reach("collect.unit")
         return again
@@ -216,7 +216,12 @@ class UnitCollector:
     def _goes(self, key: str, at: float, stock: _Stock, held: Collection[str]) -> bool:
         info, here = stock.cold.get(key), stock.hot.get(key)
         fresh = here is not None and time.time() - here.used_at < self._age_s
-        return key not in held and not fresh and (info is None or info.modified == at)
+        return key not in held and not fresh and (info is None or not _is_newer(info, at))
+
+
+def _is_newer(info: ObjectInfo, at: float) -> bool:
+    """Whether an object is another one than that of time ``at``; some stores tell times in whole seconds only."""
+    return info.modified >= at + 1.0
 
 
 def stock_bytes(stock: _Stock, key: str) -> int:

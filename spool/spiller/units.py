@@ -105,9 +105,10 @@ class UnitUploader:
                 return 0
             if not there:
                 return 0
-            freed = self._units.remove(key)
-            reach("evict.unit")
-            catalog.settle(ACCOUNT, freed)
+            with self._units.changing():
+                freed = self._units.remove(key)
+                reach("evict.unit")
+                catalog.settle(ACCOUNT, freed)
             return freed
 
         return sum(self._threads.map(evict, keys))

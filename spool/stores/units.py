@@ -11,16 +11,16 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from spool import locks
 from spool.model.units import UNITS, is_unit_key, unit_path
 from spool.points import reach
 from spool.stores.local import (
     BLOCK,
     aligned_buffer,
     map_os_error,
-    open_direct,
     pwrite_all,
     set_direct,
     sync_dir,
@@ -63,6 +63,7 @@ class HotUnits:
 
     def __init__(self, root: str) -> None:
         self._root = root
+        self._lock = f"{root}/units.lock"
 
     def path(self, key: str) -> str:
         """Return where a unit's file lies."""
@@ -116,15 +117,15 @@ class HotUnits:
             CapacityError: the disk is full.
             StorageError: it cannot be written.
         """
-        path, size = self.path(key), sum(map(len, parts))
+        path = self.path(key)
         folder, name = os.path.split(path)
         draft = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
         try:
             self._make_folder(folder, sync=sync)
             try:
-                self._write(draft, parts, size, sync=sync, direct=direct)
+                _write(draft, parts, sync=sync, direct=direct)
                 reach("put.written")
-                stored = _name(draft, path, size)
+                stored = _name(draft, path, sum(map(len, parts)))
                 reach("put.named")
             finally:
                 with suppress(FileNotFoundError):
@@ -171,6 +172,39 @@ class HotUnits:
             with suppress(FileNotFoundError):
                 total += disk_bytes(entry.stat(follow_symlinks=False).st_size)
         return total
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Keep `still` away while files and the account of their room change, one after the other.
+
+        Raises:
+            StorageError: the lock file cannot be opened.
+        """
+        try:
+            fd = locks.wait_for(self._lock, make=True, shared=True)
+        except OSError as error:
+            raise map_os_error(error, what="open", path=self._lock) from error
+        try:
+            yield
+        finally:
+            locks.release(fd)
+
+    @contextmanager
+    def still(self) -> Iterator[bool]:
+        """Yield whether nobody changes anything inside of the block, so that what is measured is what is accounted.
+
+        Raises:
+            StorageError: the lock file cannot be opened.
+        """
+        try:
+            fd = locks.take(self._lock, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise map_os_error(error, what="open", path=self._lock) from error
+        try:
+            yield fd is not None
+        finally:
+            if fd is not None:
+                locks.release(fd)
 
     def remove(self, key: str, *, unless_used_after: float | None = None) -> int:
         """Delete a unit; return what its file counted for, 0 where there is none or it was used after that time.
@@ -245,25 +279,23 @@ class HotUnits:
             sync_dir(os.path.dirname(folder))
             sync_dir(self._root)
 
-    def _write(self, path: str, parts: Sequence[bytes | memoryview], size: int, *, sync: bool, direct: bool) -> None:
-        """Write a file: what is large past the page cache, which belongs to the KV cache's host tier."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if direct and size >= LARGE_BYTES:
-            fd, direct = open_direct(path, flags, root=self._root)
+
+def _write(path: str, parts: Sequence[bytes | memoryview], *, sync: bool, direct: bool) -> None:
+    """Write a file; one that is large goes past the page cache."""
+    size = sum(map(len, parts))
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        if direct and size >= LARGE_BYTES and set_direct(fd, on=True):
+            _write_direct(fd, parts, size)
         else:
-            fd, direct = os.open(path, flags | os.O_CLOEXEC, 0o644), False
-        try:
-            if direct:
-                _write_direct(fd, parts, size)
-            else:
-                offset = 0
-                for part in parts:
-                    pwrite_all(fd, part, offset)
-                    offset += len(part)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+            offset = 0
+            for part in parts:
+                pwrite_all(fd, part, offset)
+                offset += len(part)
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(path: str) -> bytearray:
