@@ -161,8 +161,10 @@ class UnitCollector:
 
     def _aged(self, stock: _Stock, held: Collection[str]) -> list[str]:
         """Return the units that may go; one that was used here lately stays in the cold root too."""
-        cold = (StoredUnit(key, info.size, info.modified) for key, info in stock.cold.items())
-        latest = {unit.key: unit for unit in cold} | dict(stock.hot)
+        latest = {key: StoredUnit(key, info.size, info.modified) for key, info in stock.cold.items()}
+        for key, unit in stock.hot.items():
+            if key not in latest or latest[key].used_at < unit.used_at:
+                latest[key] = unit
         return [unit.key for unit in aged_units(latest.values(), held, age_s=self._age_s, now=time.time())]
 
     # -- what stays --------------------------------------------------------------------------------------------------
