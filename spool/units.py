@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from numpy.typing import NDArray
@@ -70,10 +71,12 @@ class Units:
     def _store(self, unit: Encoded) -> None:
         hot, sync = self._hot, self._config.durability == "disk"
         assert hot is not None
-        if hot.touch(unit.key) == unit.size:
-            if sync:  # who stored it may have been content with less
-                hot.make_durable(unit.key)
-            return
+        here = hot.info(unit.key) if hot.touch(unit.key) else None
+        if here is not None and here.size == unit.size:
+            with suppress(NotFoundError):  # it was evicted just now
+                if sync:  # who stored it may have been content with less
+                    hot.make_durable(unit.key)
+                return
         room, n_bytes, stored = self._recorder.room, disk_bytes(unit.size), False
         with hot.changing():
             if not room.reserve(ACCOUNT, n_bytes):

@@ -9,10 +9,8 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from imaging import run_python, same, unit_files
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -31,35 +30,12 @@ from spool.model.units import is_unit_key, parse_unit_path, unit_path
 from spool.points import listen
 from spool.stores.units import ACCOUNT, HotUnits, disk_bytes
 
-ROOT = Path(__file__).parents[1]
 MIB = 1 << 20
 forks = multiprocessing.get_context("fork")
 
 
-def unit_files(root):
-    """Return the files below ``units`` of a root, by name."""
-    return {path.name: path for path in Path(root, "units").rglob("*") if path.is_file()}
-
-
 def root_of(sp):
     return str(sp.config.root)
-
-
-def same(got, wanted):
-    """Whether two arrays are equal bit for bit, as values."""
-    wanted = np.asarray(wanted)
-    little = np.ascontiguousarray(wanted, wanted.dtype.newbyteorder("<")).reshape(wanted.shape)
-    return got.dtype == little.dtype and got.shape == little.shape and got.tobytes() == little.tobytes()
-
-
-def run_python(code, *arguments, **options):
-    """Run code in a fresh interpreter; return what it printed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, check=True,
-        timeout=120, **options,
-    )  # fmt: skip
-    return done.stdout.strip()
 
 
 # -- the array ---------------------------------------------------------------------------------------------------------

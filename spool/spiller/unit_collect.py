@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spool.catalog import Catalog
+from spool.errors import IntegrityError
 from spool.logs.units import Deletion, Deletions
 from spool.model.units import UNITS, parse_unit_path, unit_path
 from spool.points import reach
 from spool.retention import Policy, StoredUnit, aged_units, held_units, over
-from spool.spiller.units import UnitUploader
+from spool.spiller.units import UnitUploader, renew
 from spool.stores.objects import ObjectInfo, Objects
 from spool.stores.shared import SharedFolder
 from spool.stores.threads import Threads
@@ -178,11 +179,14 @@ class UnitCollector:
             return
         unpublished = self._catalog.units.unpublished()
         lost = [key for key in stock.hot if key in held and key not in stock.cold and key not in unpublished]
-        self._uploader.bring(lost)
-        old = time.time() - self._age_s / 2
-        for key in sorted(unpublished & stock.cold.keys() - stock.hot.keys()):
-            if stock.cold[key].modified < old:
-                self._objects.put(unit_path(key), self._objects.get(unit_path(key)))
+        try:
+            self._uploader.bring(lost)
+            old = time.time() - self._age_s / 2
+            for key in sorted(unpublished & stock.cold.keys() - stock.hot.keys()):
+                if stock.cold[key].modified < old:
+                    renew(self._objects, key)
+        except IntegrityError as error:  # what goes does not wait for what somebody has to mend
+            log.error("a unit cannot be kept in the cold root: %s", error)
 
     # -- what goes ---------------------------------------------------------------------------------------------------
 

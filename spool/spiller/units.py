@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 from spool.catalog import Catalog
-from spool.errors import IntegrityError, StorageError
+from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats.frames import decode_event
 from spool.formats.units import check
 from spool.logs.units import Deletions
@@ -38,6 +38,21 @@ def named_units(payloads: Iterable[bytes]) -> Iterator[str]:
             for event in parts(decode_event(payload)):
                 if isinstance(event, StepCommitted):
                     yield from own_keys(event.units)
+
+
+def renew(objects: Objects, key: str) -> None:
+    """Put a unit of a cold root again, so that it is young; nothing where it is gone.
+
+    Raises:
+        IntegrityError: it is damaged.
+        StorageError: the root failed.
+    """
+    try:
+        data = objects.get(unit_path(key))
+    except NotFoundError:
+        return
+    check(data, key, where=f"{objects.url}/{unit_path(key)}")
+    objects.put(unit_path(key), data)
 
 
 class UnitUploader:

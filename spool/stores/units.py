@@ -64,13 +64,14 @@ class HotUnits:
     def __init__(self, root: str) -> None:
         self._root = root
         self._lock = f"{root}/units.lock"
+        self._durable: set[str] = set()
 
     def path(self, key: str) -> str:
         """Return where a unit's file lies."""
         return f"{self._root}/{unit_path(key)}"
 
-    def touch(self, key: str) -> int | None:
-        """Say that a unit is used now; return the size of its file, None where there is none.
+    def touch(self, key: str) -> bool:
+        """Say that a unit is used now; return whether it is there.
 
         Raises:
             StorageError: the file system failed.
@@ -78,11 +79,11 @@ class HotUnits:
         path = self.path(key)
         try:
             os.utime(path)
-            return os.stat(path).st_size
         except FileNotFoundError:
-            return None
+            return False
         except OSError as error:
             raise map_os_error(error, what="use", path=path) from error
+        return True
 
     def info(self, key: str) -> HotUnit | None:
         """Return what is known of a unit's file; None where there is none."""
@@ -132,8 +133,10 @@ class HotUnits:
                     os.unlink(draft)
         except OSError as error:
             raise map_os_error(error, what="write", path=path) from error
-        if sync:
+        if sync and stored:
             sync_dir(folder)
+        elif sync:
+            self.make_durable(key)
         return stored
 
     def make_durable(self, key: str) -> None:
@@ -240,7 +243,7 @@ class HotUnits:
             How many files there were.
         """
         latest, n_swept = time.time() - older_than_s, 0
-        for entry in self._entries():
+        for entry in self._entries(gone=True):
             if not entry.name.startswith("."):
                 continue
             with suppress(FileNotFoundError):
@@ -258,11 +261,12 @@ class HotUnits:
         folder, name = os.path.split(self.path(key))
         return f"{folder}/{_GOING}{name}"
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
+    def _entries(self, *, gone: bool = False) -> Iterator[os.DirEntry[str]]:
+        """Yield what is in the folders of units, and with ``gone`` in that of deletions."""
         top = f"{self._root}/{UNITS}"
         try:
             with os.scandir(top) as folders:
-                paths = sorted(folder.path for folder in folders if len(folder.name) == 2 and folder.is_dir())
+                paths = sorted(folder.path for folder in folders if _is_folder(folder, gone=gone))
             for path in paths:
                 with os.scandir(path) as entries:
                     yield from entries
@@ -272,12 +276,16 @@ class HotUnits:
             raise map_os_error(error, what="list", path=top) from error
 
     def _make_folder(self, folder: str, *, sync: bool) -> None:
-        if os.path.isdir(folder):
-            return
-        os.makedirs(folder, exist_ok=True)
-        if sync:
+        if not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
+        if sync and folder not in self._durable:  # whoever made it may not have synced it
             sync_dir(os.path.dirname(folder))
             sync_dir(self._root)
+            self._durable.add(folder)
+
+
+def _is_folder(entry: os.DirEntry[str], *, gone: bool) -> bool:
+    return (len(entry.name) == 2 or (gone and entry.name == "gone")) and entry.is_dir()
 
 
 def _write(path: str, parts: Sequence[bytes | memoryview], *, sync: bool, direct: bool) -> None:
