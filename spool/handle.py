@@ -357,6 +357,7 @@ class Spool:
 
         From then on they are read from any node. May be called from any process; those that wait share one roll of a
         stream every ``publish_interval_s``. Of another node's references it waits until that node has published them.
+        The multimodal units that they name are there too, as far as this node has them; it is logged which are nowhere.
 
         Args:
             refs: references of steps or segments.

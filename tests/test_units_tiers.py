@@ -417,6 +417,20 @@ def test_what_another_node_lost_is_brought_again(local_cold, tmp_path, by_hand):
         assert objects.info(unit_path(key)) is not None
 
 
+def test_a_unit_that_another_node_put_is_brought_over_once_it_is_known_to_be_needed(local_cold, tmp_path, by_hand):
+    places = [location(tmp_path / name, local_cold, **QUICK) for name in "ab"]
+    with spool.open(places[0]) as a, spool.open(places[1]) as b:
+        key = b.put_unit(image(0))
+        with_units(a, "a", [key])
+        a.flush()
+        a.spill()
+        objects = open_objects(local_cold)
+        assert objects.info(unit_path(key)) is None
+        b.gc()
+        assert same(a.read_unit(key), image(0))
+        assert a.verify(deep=True).findings == b.verify(deep=True).findings == ()
+
+
 def test_nothing_goes_while_records_cannot_be_read(local_cold, tmp_path, by_hand, caplog):
     with spool.open(location(tmp_path / "a", local_cold, units_age_s=0.2, **QUICK)) as sp:
         key = sp.put_unit(image(0))
