@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         LockedError,
         NotFoundError,
         PayloadError,
+        RankError,
         ReleasedError,
         SessionStateError,
         SpoolError,
@@ -38,7 +39,8 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         ("CapacityError", "ConfigError", "GapError", "InputError", "IntegrityError", "LockedError", "NotFoundError",
-         "PayloadError", "ReleasedError", "SessionStateError", "SpoolError", "StepConflictError", "StorageError"),
+         "PayloadError", "RankError", "ReleasedError", "SessionStateError", "SpoolError", "StepConflictError",
+         "StorageError"),
         "spool.errors",
     ),
     **dict.fromkeys(("Spool", "open"), "spool.handle"),
@@ -66,6 +68,7 @@ __all__ = [
     "NotFoundError",
     "PayloadError",
     "Ragged",
+    "RankError",
     "Ref",
     "ReleasedError",
     "Sample",

@@ -47,8 +47,8 @@ class Config(Struct, frozen=True, kw_only=True):
         append_timeout_s: how long an append waits for room.
         session_idle_s: an open session without an append for so long ends as ``timeout``; None for never.
         pack_age_s: a pack rolls at the first append after this age; None for by size only.
-        page_cache_bytes: page cache that buffered reads may leave behind.
-        reuse_bytes: memory of large results that are gone, kept for the next read.
+        page_cache_bytes: page cache that buffered reads may leave behind; 0 for none.
+        reuse_bytes: memory of large results that are gone, kept for the next read; 0 for none.
         max_open_files: files a reader keeps open.
         threads: threads of the async twins and of large reads; None for a default by CPU count.
         spill_when: packs go to the cold root once ``sealed``, or under ``pressure`` (and when published) only.
@@ -270,6 +270,7 @@ def _check_path(path: str) -> None:
 
 _TYPES = get_type_hints(Config)
 _CHOICES = ("durability", "spill_when", "verify_upload")
+_MAY_BE_OFF = ("page_cache_bytes", "reuse_bytes")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(//)?")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -280,9 +281,9 @@ def _option(name: str, value: str) -> object:
         return _PARSERS[name](value)
     try:
         if name.endswith("_bytes"):
-            size = parse_size(value)
-            if not 0 < size < 1 << 63:
-                raise ConfigError(f"{size} is not in (0, 2**63)")
+            size, least = parse_size(value), 0 if name in _MAY_BE_OFF else 1
+            if not least <= size < 1 << 63:
+                raise ConfigError(f"{size} is not in [{least}, 2**63)")
             return size
         if name == "fields":
             return tuple(part for part in value.split(",") if part)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.arguments import one_of
+from spool.arguments import mapping, one_of, text
 from spool.catalog.query import SEGMENT, SESSION
 from spool.catalog.where import KEYWORDS, NAME
 from spool.errors import InputError
@@ -18,7 +18,7 @@ from spool.formats import arrays, values
 from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
 from spool.known import Known
-from spool.model.events import Annotated, Attached, Checkpointed, Event, Released, SessionDiscarded
+from spool.model.events import Annotated, Attached, Checkpointed, Released, SessionDiscarded, Single
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
@@ -55,25 +55,23 @@ class Facts:
     def annotate(self, session_id: str, segment: SegmentRef | None, facts: Mapping[str, Any]) -> None:
         """See `Spool.annotate`."""
         if segment is None:
-            self._known.session(session_id)
+            self._known.sessions([session_id])
         elif not isinstance(segment, SegmentRef) or segment.session_id != session_id:
             raise InputError(f"segment must be a SegmentRef of session {session_id!r}, got {segment!r:.80}")
         else:
             self._known.step(segment)
-        _check_names(facts)
-        text = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
-        checked = message_format.decode_messages(b"[" + text + b"]")[0]
-        reward = checked.get("reward")
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-            raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
-        if reward is not None and not math.isfinite(reward):
-            raise InputError(
-                f"reward of session {session_id!r} is {reward}, which no filter finds and JSON cannot hold; leave it "
-                "out, and note why as another fact",
-                got=repr(reward),
-            )
-        self._record(Annotated(session_id, self._at(session_id), checked, None if segment is None else segment.key))
-        self._recorder.says_late(session_id)
+        self._annotate({session_id: _checked(session_id, facts)}, None if segment is None else segment.key)
+
+    def annotate_many(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """See `Spool.annotate_many`."""
+        checked = {text("a session id", name): _checked(name, said) for name, said in _by_session(facts)}
+        self._known.sessions(checked)
+        self._annotate(checked, None)
+
+    def _annotate(self, facts: Mapping[str, dict[str, Any]], segment: str | None) -> None:
+        self._record(*(Annotated(name, self._at(name), said, segment) for name, said in facts.items()))
+        for name in facts:
+            self._recorder.says_late(name)
 
     def attach(self, ref: SegmentRef | StepRef, late: Mapping[str, Any], align: str | None) -> None:
         """See `Spool.attach`."""
@@ -140,7 +138,7 @@ class Facts:
         if live is not None and live.is_recorded:
             live.abandon()
         else:  # recorded elsewhere, even where somebody here has looked at it
-            self._known.session(session_id)
+            self._known.sessions([session_id])
             self._recorder.record(SessionDiscarded(session_id, time.time()))
 
     def withdraw(self, session_ids: Sequence[str]) -> None:
@@ -158,9 +156,40 @@ class Facts:
         """See `Spool.checkpointed`."""
         self._record(Checkpointed(tag, time.time()))
 
-    def _record(self, *events: Event) -> None:
+    def _record(self, *events: Single) -> None:
         if events:
             with_room(self._recorder, lambda: self._recorder.record(*events))
+
+
+def _by_session(facts: object) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield what is said of each session.
+
+    Raises:
+        InputError: it is not given by session, or not by name.
+    """
+    for name, said in mapping("facts", facts, "a mapping of session ids to facts").items():
+        yield name, mapping(f"facts of session {name!r:.80}", said, "a mapping of names to values")
+
+
+def _checked(session_id: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts of a session as they are recorded.
+
+    Raises:
+        InputError: one cannot be taken.
+    """
+    _check_names(facts)
+    encoded = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
+    checked: dict[str, Any] = message_format.decode_messages(b"[" + encoded + b"]")[0]
+    reward = checked.get("reward")
+    if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+        raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))
+    if reward is not None and not math.isfinite(reward):
+        raise InputError(
+            f"reward of session {session_id!r} is {reward}, which no filter finds and JSON cannot hold; leave it out, "
+            "and note why as another fact",
+            got=repr(reward),
+        )
+    return checked
 
 
 def _check_names(facts: Iterable[str]) -> None:
@@ -170,13 +199,17 @@ def _check_names(facts: Iterable[str]) -> None:
         InputError: lists the names that are taken.
     """
     taken = (SESSION.known.keys() | SEGMENT.known.keys()) - {"reward"}
-    odd = [name for name in facts if name in taken or name.lower() in KEYWORDS or not NAME.fullmatch(name)]
+    odd = [name for name in facts if not _names_a_fact(name) or name in taken]
     if odd:
         raise InputError(
             f"{', '.join(map(repr, odd))} cannot name a fact, which filters could not find: use letters, digits and "
             f"underscores, not starting with a digit, and none of {', '.join(sorted(taken | KEYWORDS))}",
             names=odd,
         )
+
+
+def _names_a_fact(name: object) -> bool:
+    return isinstance(name, str) and name.lower() not in KEYWORDS and NAME.fullmatch(name) is not None
 
 
 def _late_spec(ref: SegmentRef | StepRef, name: str, array: NDArray[Any], align: str | None) -> FieldSpec:

@@ -46,7 +46,7 @@ from spool.recorder import Recorder
 from spool.retention import Decision
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
-from spool.root import FORMAT, Place, find
+from spool.root import FORMAT, Place, created_at, find
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.status import Status
@@ -106,7 +106,7 @@ class Spool:
         observer: Observer | None = None,
     ) -> None:
         config = self.config = place.config
-        self.spool_id, self._created = place.identity.id, place.identity.created
+        self.spool_id, self._place = place.identity.id, place
         self._fields, self._readonly, self._observer = fields, readonly, observer
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
         self._catalog = Catalog.open(path, readonly=readonly or config.root is None)
@@ -301,6 +301,18 @@ class Spool:
                 and underscores; the reward is no finite number.
         """
         self._facts.annotate(arguments.text("session_id", session_id), segment, facts)
+
+    def annotate_many(self, facts: Mapping[str, Mapping[str, Any]], /) -> None:
+        """Record late facts of many sessions in one commit, of a cold root in one fact file: all of them, or none.
+
+        Args:
+            facts: by session id what `annotate` takes: ``{"u1": {"reward": 1.0}, "u2": {"reward": 0.0}}``.
+
+        Raises:
+            NotFoundError: a session is not recorded; nothing was said of any.
+            InputError: a fact cannot be taken, see `annotate`; nothing was said of any.
+        """
+        self._facts.annotate_many(facts)
 
     def attach(self, ref: SegmentRef | StepRef, /, *, align: str | None = None, **values: Any) -> None:
         """Store late arrays of a segment or step, e.g. ``teacher_logprobs=array``; reads by that name find them.
@@ -619,7 +631,7 @@ class Spool:
             "spill": self.config.spill,
             "id": self.spool_id,
             "format": FORMAT,
-            "created_at": self._created,
+            "created_at": created_at(self._place),
             "n_streams": len(names) if self.config.root is not None else totals["n_streams"],
             "n_live": sum(is_live(self.config.root or "", name) for name in names),
             **{name: number for name, number in totals.items() if name != "n_streams"},

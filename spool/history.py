@@ -61,17 +61,19 @@ class History:
                     session_id=session_id, stream=stream, pack=row.pack,
                 ) from error  # fmt: skip
 
-    def require(self, session_id: str) -> None:
-        """Check that a session is recorded.
+    def require(self, session_ids: Sequence[str]) -> None:
+        """Check that sessions are recorded.
 
         Raises:
-            NotFoundError: it is not.
+            NotFoundError: one is not.
         """
-        self._feeds.catch_up()
-        if self._catalog.session(session_id) is None:
-            self._feeds.catch_up(fresh=True)
-            if self._catalog.session(session_id) is None:
-                raise self._unknown(session_id)
+        unknown = session_ids
+        for fresh in (False, True):
+            if unknown:
+                self._feeds.catch_up(fresh=fresh)
+                unknown = [session_id for session_id in unknown if self._catalog.session(session_id) is None]
+        if unknown:
+            raise self._unknown(*unknown)
 
     def require_step(self, ref: StepRef | SegmentRef) -> None:
         """Check that a step, or a segment's last one, is recorded as the reference says.
@@ -162,8 +164,9 @@ class History:
         located = self._located(session_id)
         return {item.event.index: item for item in located if isinstance(item.event, StepCommitted)}
 
-    def _unknown(self, session_id: str) -> NotFoundError:
-        return NotFoundError(f"no session {session_id!r} in {self._url}", session_id=session_id)
+    def _unknown(self, session_id: str, *others: str) -> NotFoundError:
+        more = f", nor {len(others)} others of those named" if others else ""
+        return NotFoundError(f"no session {session_id!r} in {self._url}{more}", session_id=session_id)
 
 
 def _at(steps: Mapping[int, Located], index: int, ref: StepRef | SegmentRef) -> Located:

@@ -22,15 +22,17 @@ class Known:
         self._recorder = recorder
         self._history = history
 
-    def session(self, session_id: str) -> None:
-        """Check that a session is recorded.
+    def sessions(self, session_ids: Iterable[str]) -> None:
+        """Check that sessions are recorded.
 
         Raises:
-            NotFoundError: it is not.
+            NotFoundError: one is not.
         """
+        self._history.require([session_id for session_id in session_ids if not self._is_recorded_here(session_id)])
+
+    def _is_recorded_here(self, session_id: str) -> bool:
         live = self._recorder.live(session_id)
-        if live is None or not live.is_recorded:
-            self._history.require(session_id)
+        return live is not None and live.is_recorded
 
     def own(self, ref: Ref) -> None:
         """Check that a reference is of this spool.
@@ -92,7 +94,7 @@ class Known:
             by_session.setdefault(ref.session_id, []).append(ref)
         for session_id, own in list(by_session.items()):
             try:
-                self.session(session_id)
+                self.sessions([session_id])
             except NotFoundError:
                 if not any(self._history.is_collected(ref) for ref in own):
                     raise

@@ -19,8 +19,9 @@ POINTS = (
     "put.named",  # it has, and nobody was told
     "seal.shards",  # shards are whole and durable
     "seal.documents",  # zarr.json and records have their names, tails and log are there
-    "spill.shard",  # one object of a pack is in the cold root
-    "spill.objects",  # all shards and records are
+    "spill.claimed",  # the records of a pack are in the cold root
+    "spill.shard",  # one of its shards is
+    "spill.objects",  # all are
     "spill.documents",  # the arrays' documents are
     "spill.unit",  # one of the units that a pack names is, its manifest is not
     "spill.manifest",  # the manifest is, the marker is not

@@ -28,7 +28,7 @@ from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
 from spool.logs import FeedTimer, Room
 from spool.logs.streams import is_live
-from spool.model.events import Event, SessionOpened, StepCommitted
+from spool.model.events import SessionOpened, Single, StepCommitted, Transaction
 from spool.model.fields import BUILT_IN, Schema
 from spool.model.refs import SegmentRef
 from spool.observe import Observer
@@ -425,8 +425,8 @@ class Recorder:
         """Return the names of this process's streams."""
         return [writer.name for writer in list(self._writers.values())]
 
-    def record(self, *events: Event) -> None:
-        """Commit events that bring no payload, in any stream of this process; without a hot root, all in one fact file.
+    def record(self, *events: Single) -> None:
+        """Commit events that bring no payload together, in any stream of this process; without a hot root, in a file.
 
         Raises:
             CapacityError: there is no room now.
@@ -437,8 +437,7 @@ class Recorder:
             self._feeds.cold.write_facts(events)
             return
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
-        for event in events:
-            writer.commit(encode_event(event))
+        writer.commit(encode_event(events[0] if len(events) == 1 else Transaction(events)))
 
     def executor(self) -> Executor:
         """Return the threads of the async twins, made on first use."""

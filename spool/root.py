@@ -137,6 +137,20 @@ def read_cold_identity(objects: Objects) -> Identity | None:
     return identity
 
 
+def created_at(place: Place) -> float | None:
+    """Return when a root was made, seconds since the epoch.
+
+    Where all makers write the same bytes, and so no time, it is when the store took them.
+
+    Raises:
+        StorageError: the cold root cannot be reached.
+    """
+    if place.identity.created is not None or place.objects is None or place.identity.tier != "cold":
+        return place.identity.created
+    found = place.objects.info("spool.json")
+    return None if found is None else found.modified
+
+
 def _parse(data: bytes, where: str) -> Identity:
     try:
         identity = msgspec.json.decode(data, type=Identity)

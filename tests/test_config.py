@@ -111,6 +111,20 @@ def test_every_option_may_be_given():
     assert parse_uri(config.uri) == config
 
 
+@pytest.mark.parametrize("name", ["reuse_bytes", "page_cache_bytes"])
+def test_what_is_kept_for_later_may_be_nothing(name, tmp_path):
+    uri = f"{tmp_path}/spool?{name}=0"
+    assert getattr(parse_uri(uri), name) == 0
+    with spool.open(uri) as sp:
+        ref = sp.session("s").append(prompt_token_ids=list(range(90_000)), response_token_ids=[1])
+        for _ in range(2):
+            assert sp.read(ref)["token_ids"][-1] == 1
+    with pytest.raises(ConfigError, match=r"\[0, 2\*\*63\)"):
+        parse_uri(f"/a?{name}={1 << 63}")
+    with pytest.raises(ConfigError, match=r"\[1, 2\*\*63\)"):
+        parse_uri("/a?hot_bytes=0")
+
+
 @pytest.mark.parametrize(
     ("text", "retention"),
     [

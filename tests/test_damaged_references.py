@@ -14,6 +14,8 @@ from kit import SHAPE, add, counting
 
 import spool
 from spool import FieldSpec, IntegrityError, SpoolError
+from spool.read.memory import Memory
+from spool.stores import hot
 
 FIELDS = (
     FieldSpec(name="kept", dtype="int32", align="token", ragged=True),
@@ -112,6 +114,106 @@ def test_values_of_another_stream_are_refused(world):
     for call in (sp.read, sp.locate):
         with pytest.raises(IntegrityError, match="end offsets"):
             call(changed(refs[-1], "kept.values", stream=other))
+
+
+def as_plain(ref, change):
+    plain = json.loads(ref.to_json())
+    change(plain)
+    return spool.ref_from_json(json.dumps(plain))
+
+
+def set_(**values):
+    return lambda plain: plain.update(values)
+
+
+def repeated(name):
+    """The first extent once more, in front of the second: the same rows stand for the same positions twice."""
+
+    def change(plain):
+        plain["extents"][name].insert(1, plain["extents"][name][0])
+
+    return change
+
+
+def moved(name, *, from_=0, to=1):
+    """The rows of one extent for the positions of another one, as long as that is."""
+
+    def change(plain):
+        one, other = (plain["extents"][name][n] for n in (from_, to))
+        other[1] = one[1]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_(n_tokens=10**9), "its 1000000000 tokens expand to 1000000000 rows, and it says 12"),
+        (set_(n_rows=10**9), "12 tokens expand to 12 rows"),
+        (lambda plain: plain["spans"][-1].__setitem__(2, 10**9), "its spans end at 1000000000, behind its 12 tokens"),
+        (lambda plain: plain["spans"].reverse(), r"its spans have \[\d+, \d+\) behind"),
+        (set_(versions=[["7", 2, 10**9]]), "its versions end at 1000000000"),
+        (set_(units=[["image", 10**9, 4]]), "units outside of its 12 tokens"),
+        (set_(units=[["image", 3, -4]]), "or of no rows"),
+        *((repeated(name), rf"rows .* of {name.partition('.')[0]} in stream .* stand for positions .* in front of it")
+          for name in ("token_ids", "routed_experts", "logprobs", "kept.offsets", "score")),
+        *((moved(name), rf"rows .* of {name} in stream .* and rows up to \d+ stand for those from 0 on")
+          for name in ("token_ids", "routed_experts")),
+    ],
+)  # fmt: skip
+def test_a_reference_that_contradicts_itself_is_refused_and_says_where(world, change, said):
+    sp, refs, _ = world
+    ref = as_plain(refs[-1], change)
+    for call in (sp.read, sp.locate, lambda ref: sp.coverage([ref])):
+        with pytest.raises(IntegrityError, match=said) as caught:
+            call(ref)
+        assert "take it from the catalog again" in str(caught.value)
+
+
+def test_a_mask_is_looked_at_too(open_spool):
+    sp = open_spool()
+    s = sp.session("s")
+    for prompt, response in (([1], [2, 3]), ([1, 2, 3], [4, 5])):
+        s.append(prompt_token_ids=prompt, response_token_ids=response, loss_mask=[0, 1])
+    (ref,) = s.finalize()
+    with pytest.raises(IntegrityError, match="of loss_mask in stream"):
+        sp.read(as_plain(ref, repeated("loss_mask")), fields=["loss_mask"])
+
+
+def test_no_room_is_made_for_what_is_refused(world):
+    sp, refs, _ = world
+    ref = as_plain(refs[-1], set_(n_tokens=10**9, n_rows=10**9))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    with pytest.raises(spool.GapError, match=r"\[12, 1000000000\)"):
+        sp.read(ref, fields=["logprobs", "token_ids"])
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before < LIMIT_BYTES
+
+
+def test_more_than_memory_takes_says_what_to_do(world):
+    sp, refs, _ = world
+    most = 2**31 - 1
+    ref = as_plain(refs[-1], set_(n_tokens=most, n_rows=most))
+    with pytest.raises(spool.CapacityError, match="read fewer tokens"):
+        Memory(0).empty((most, 1 << 20), np.dtype(np.int64))
+    with pytest.raises(spool.GapError):
+        sp.read(ref)
+
+
+def test_rows_that_were_never_written_are_waited_for_once(open_spool):
+    sp = open_spool()
+    s = sp.session("s")
+    for n in (2, 4, 6, 8):  # in the tail of a pack in the making
+        s.append(prompt_token_ids=counting(n - 1), response_token_ids=counting(n)[-1:])
+    (ref,) = s.finalize()
+
+    def scattered(plain):
+        for extent in plain["extents"]["token_ids"]:
+            extent[1] += 5000 * (1 + extent[3])
+
+    began = time.monotonic()
+    with pytest.raises(IntegrityError):
+        sp.read(as_plain(ref, scattered), fields=["token_ids"], verify="never")
+    assert time.monotonic() - began < 2 * hot.PATIENCE_S
 
 
 def test_locate_looks_at_the_lengths_as_read_does(world):

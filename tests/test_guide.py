@@ -57,6 +57,13 @@ def test_the_options_of_batches_are_those_of_the_code():
     assert set(names) == inspect.signature(SegmentDataset.batches).parameters.keys() - {"self"}
 
 
+def test_the_arguments_of_encode_once_are_those_of_the_code():
+    from spool.train import encode_once
+
+    documented = {name.strip("`") for name, *_ in rows_behind("| argument of `encode_once` | default | what it does |")}
+    assert documented == inspect.signature(encode_once).parameters.keys() - {"encoder", "units"}
+
+
 def test_the_columns_of_filters_are_those_of_the_code():
     from spool.catalog.query import SEGMENT, SESSION
 

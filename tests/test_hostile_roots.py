@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pickle
@@ -10,16 +11,19 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from s3_server import free_port
 from shell import run
-from tiers import assert_same, record, wait_for
+from tiers import FIELDS, assert_same, record, wait_for
 
 import spool
 from spool import publishing
 from spool.spiller import turns
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
+from spool.stores.remote import RemoteStore
+from spool.stores.shared import SharedFolder
 
 
 @pytest.fixture
@@ -174,6 +178,160 @@ def test_nothing_that_one_owner_released_goes_where_another_recorded_the_session
         b.discard("same")
         b.flush()
         assert wait_for(lambda: any(item.go for item in b.gc()), what="the end of what was discarded")
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_a_cold_root_tells_when_it_was_made(tmp_path, s3_root, kind):
+    url, began = (f"file://{tmp_path}/cold" if kind == "file" else s3_root), time.time()
+    with spool.open(f"file://{tmp_path}/hot?spill={url}") as sp:
+        sp.publish(record(sp, "a"), timeout_s=60)
+    with spool.open(url) as there:
+        assert began - 2 < there.info()["created_at"] < time.time() + 2
+    assert run("info", url, "--json").json["created_at"] == pytest.approx(began, abs=60)
+
+
+# -- documents that were altered -------------------------------------------------------------------------------------
+
+
+def misspell(path, key):
+    text = path.read_text()
+    assert f'"spool:{key}"' in text
+    path.write_text(text.replace(f'"spool:{key}"', f'"spool:{key[:-1]}z"'))
+
+
+def stream_of(sp):
+    return next(iter(sp.segments())).extents["token_ids"][0].stream
+
+
+@pytest.mark.parametrize("key", ["format", "stream", "created", "schema", "layout"])
+def test_a_stream_whose_document_lacks_an_attribute_says_which_and_where(sp, cold, key):
+    (ref,) = record(sp, "a")
+    sp.publish([ref], timeout_s=60)
+    for root in (Path(sp.config.root), cold):
+        path = root / "streams" / stream_of(sp) / "zarr.json"
+        misspell(path, key)
+        location = str(root) if root != cold else f"file://{cold}"
+        with spool.open(location, readonly=True) as again:
+            with pytest.raises(spool.IntegrityError, match=rf"{path} cannot be used: .*spool:{key}"):
+                again.read(ref)
+            found = [each for each in again.verify().findings if f"spool:{key}" in each.text]
+            assert found and str(path) in found[0].text
+
+
+@pytest.mark.parametrize("key", ["rows", "dtype"])
+def test_an_array_whose_document_lacks_an_attribute_is_found(tmp_path, cold, key):
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{cold}&publish_interval_s=0.1", fields=FIELDS) as sp:
+        s = sp.session("a")
+        s.append(prompt_token_ids=[1], response_token_ids=[2], fields={"value": np.zeros(1, "f4")})
+        (ref,) = s.finalize()
+        sp.publish([ref], timeout_s=60)
+        name = "token_ids" if key == "rows" else "value"
+        for root in (Path(sp.config.root), cold):
+            path = root / "streams" / stream_of(sp) / name / "zarr.json"
+            misspell(path, key)
+            findings = run("verify", root, "--json", code=5).json["findings"]
+            assert [found["field"] for found in findings] == [name] and str(path) in findings[0]["file"]
+
+
+def test_attributes_of_later_versions_are_passed_over(sp, cold):
+    refs = record(sp, "a")
+    sp.publish(refs, timeout_s=60)
+    wanted = sp.read(refs)
+    hot = Path(sp.config.root) / "streams" / stream_of(sp)
+    for path in [*hot.rglob("zarr.json"), hot / "lock", *cold.rglob("zarr.json")]:
+        path.write_text(path.read_text().replace('"attributes": {', '"attributes": {"spool:later": [1], ', 1))
+        assert "spool:later" in path.read_text()
+    for location in (sp.config.url, f"file://{cold}"):
+        with spool.open(location, readonly=True) as again:
+            assert_same(again.read(refs), wanted)
+            assert not again.verify(deep=True).findings
+
+
+# -- two copies of one hot root --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file", "s3"])
+def shared(request, cold):
+    """The URL of a cold root in a store that creates exclusively."""
+    if request.param == "file":
+        return f"file://{cold}"
+    request.getfixturevalue("hostile")  # the proxy does, the server behind it does not
+    return request.getfixturevalue("s3_root")
+
+
+@pytest.fixture
+def copies(tmp_path, shared):
+    """Two copies of one hot root with a pack of the same name in each: the original has a session more in it."""
+    first, second = (f"file://{tmp_path}/{name}?spill={shared}&spill_when=pressure" for name in ("hot", "copy"))
+    with spool.open(first) as sp:
+        record(sp, "both")
+        shutil.copytree(tmp_path / "hot", tmp_path / "copy")
+        record(sp, "original only")
+    with spool.open(second) as sp:
+        sp.recover()
+    return first, second
+
+
+def blind(info):
+    """Return what `info` is to one who looks for records too early."""
+    return lambda self, key: None if key.endswith(".arrow") else info(self, key)
+
+
+def bring(uri):
+    with spool.open(uri) as sp:
+        return [row.state for row in sp.spill()], {ref.session_id: sp.read(ref, fields=["token_ids"])
+                                                   for ref in sp.segments()}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("together", [False, True])
+def test_of_two_copies_of_a_hot_root_one_brings_a_pack_over_and_the_other_keeps_its_own(
+    copies, shared, monkeypatch, order, together
+):
+    if together:  # each looks before the other has put anything
+        for store in (SharedFolder, RemoteStore):
+            monkeypatch.setattr(store, "info", blind(store.info))
+    (states, had), (kept, has) = (bring(copies[n]) for n in order)
+    assert states == ["spilled"] and kept == ["sealed"]
+    said = read_status(copies[order[1]].partition("?")[0].removeprefix("file://")).damaged
+    assert "two copies of one hot root are in use" in said[0].why and "take this copy out of use" in said[0].why
+    with spool.open(shared) as there:
+        assert {ref.session_id for ref in there.segments()} == set(had)
+        assert not there.verify(deep=True).findings
+        for ref in there.segments():
+            assert_same([there.read(ref, fields=["token_ids"])], [had[ref.session_id]])
+    with spool.open(copies[order[1]]) as sp:
+        assert not sp.verify(deep=True).findings
+        assert {ref.session_id: sp.read(ref, fields=["token_ids"])["token_ids"].tolist() for ref in sp.segments()} == {
+            name: sample["token_ids"].tolist() for name, sample in has.items()
+        }
+
+
+# -- uploads that arrive late ----------------------------------------------------------------------------------------
+
+
+def test_a_document_that_arrives_late_is_put_again(tmp_path, cold, monkeypatch):
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{cold}&spill_when=pressure") as sp:
+        record(sp, "a")
+        sp.flush()
+        with contextlib.closing(sp._tiers.spiller()) as spiller:
+            spiller.once()
+            before = {path: path.read_bytes() for path in cold.glob("streams/*/*/zarr.json")}
+            record(sp, "b")
+            sp.flush()
+            spiller.once()
+            wanted = {path: path.read_bytes() for path in before}
+            late = [path for path in before if wanted[path] != before[path]]
+            assert len(late) == 3
+            late[0].unlink()
+            late[1].write_bytes(b"{")
+            late[2].write_bytes(before[late[2]])  # as a server does with a request that was under way all the time
+            spiller._kept_at = spiller._tidied_at = float("-inf")
+            spiller.once()
+            assert {path: path.read_bytes() for path in before} == wanted
+            spiller._kept_at = spiller._tidied_at = float("-inf")
+            monkeypatch.setattr(SharedFolder, "put", None)  # all is as it should be, so nothing is put again
+            spiller.once()
 
 
 # -- the index under live processes ----------------------------------------------------------------------------------

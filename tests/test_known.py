@@ -11,6 +11,7 @@ from kit import add, counting, session
 
 import spool
 from spool import InputError, NotFoundError, SessionStateError
+from spool.write.stream import StreamWriter
 
 
 class BackError(Exception):
@@ -99,6 +100,66 @@ def test_the_last_fact_wins_whatever_the_clock_says(sp, open_spool, monkeypatch,
     other.annotate("s", reward=9.0, **more)
     (got,) = other.segments()
     assert got.reward == 9.0
+
+
+REWARDS = {f"s{n}": {"reward": float(n % 2), "judge": "rm"} for n in range(40)}
+
+
+def recorded(sp):
+    for name in REWARDS:
+        add(session(sp, name), [1, 2], [3])
+        session(sp, name).finalize()
+
+
+def test_facts_of_many_sessions_are_one_commit(sp, open_spool, monkeypatch):
+    recorded(sp)
+    commits, real = [], StreamWriter.commit
+    monkeypatch.setattr(StreamWriter, "commit", lambda self, data: (commits.append(data), real(self, data)))
+    sp.annotate_many({"s0": {"reward": 9.0}})
+    sp.annotate_many(REWARDS)
+    sp.annotate_many({})
+    assert len(commits) == 2
+    for each in (sp, open_spool()):
+        assert {row.session_id: row.facts for row in each.sessions()} == REWARDS
+        assert len(list(each.segments("reward = 1 and judge = 'rm'"))) == 20
+    sp.rebuild()
+    assert {row.session_id: row.facts for row in sp.sessions()} == REWARDS
+
+
+def test_facts_of_many_sessions_are_one_file_where_there_is_no_hot_root(tmp_path):
+    cold = tmp_path / "cold"
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{cold}&publish_interval_s=0.1") as sp:
+        recorded(sp)
+        sp.publish(list(sp.segments()), timeout_s=60)
+        with spool.open(f"file://{cold}") as there:
+            there.annotate_many(REWARDS)
+            with pytest.raises(NotFoundError):
+                there.annotate_many({"s0": {"reward": 5.0}, "nobody": {}})
+            assert len(list((cold / "facts").iterdir())) == 1
+        for each in (sp, spool.open(f"file://{cold}")):
+            assert {row.session_id: row.facts for row in each.sessions()} == REWARDS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"nobody": {"reward": 1.0}}, NotFoundError, "no session 'nobody'"),
+        ({"nobody": {"reward": 1.0}, "nor they": {}}, NotFoundError, "no session 'nobody' .* nor 1 others"),
+        ({"s1": {"reward": float("nan")}}, InputError, "reward of session 's1' is nan"),
+        ({"s1": {"reward": "high"}}, InputError, "reward of session 's1' must be a number"),
+        ({"s1": {"n_tokens": 3}}, InputError, "'n_tokens' cannot name a fact"),
+        ({"s1": {3: 3}}, InputError, "3 cannot name a fact"),
+        ({"s1": {"judge": object()}}, InputError, "facts of session 's1'"),
+        ({"s1": 1.0}, InputError, "facts of session 's1' must be a mapping of names to values, got float 1.0"),
+        ({1: {"reward": 1.0}}, InputError, "a session id must be text"),
+        ([("s1", {"reward": 1.0})], InputError, "facts must be a mapping of session ids to facts"),
+    ],
+)
+def test_where_one_fact_cannot_be_taken_nothing_is_said_of_any(sp, wrong, error, said):
+    recorded(sp)
+    with pytest.raises(error, match=said):
+        sp.annotate_many({"s0": {"reward": 1.0}, **wrong} if isinstance(wrong, dict) else wrong)
+    assert all(not row.facts for row in sp.sessions())
 
 
 def test_references_of_another_spool_are_refused_by_every_verb(sp, tmp_path):

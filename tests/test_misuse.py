@@ -328,6 +328,9 @@ CALLS = {
     "annotate": lambda sp, s, ref, session_id="ended", segment=None, **fact: sp.annotate(
         session_id, segment=segment, **fact
     ),
+    "annotate_many": lambda sp, s, ref, facts=..., said=None: sp.annotate_many(
+        {"ended": {"reward": 1.0}, "live": said} if facts is ... else facts
+    ),
     "attach": lambda sp, s, ref, to=..., value=(0.5,), **odd: sp.attach(ref if to is ... else to, late=value, **odd),
     "put_unit": lambda sp, s, ref, array: sp.put_unit(array),
     "put_unit_async": lambda sp, s, ref, array: asyncio.run(sp.put_unit_async(array)),
@@ -379,7 +382,8 @@ STEP = (
 ARGUMENTS = {
     "session": "session_id group_id sample_index rollout_step source prompt_id split attempt experts fields prefer "
     "trim idle_s metadata",
-    "resume": "token", "annotate": "session_id segment reward judge", "attach": "to align value",
+    "resume": "token", "annotate": "session_id segment reward judge", "annotate_many": "facts said",
+    "attach": "to align value",
     "discard": "session_id", "discard_async": "session_id", "release": "refs tag", "checkpointed": "tag",
     "sessions": "where discarded", "segments": "where view", "find_session": "session_id",
     "final_segments": "session_id", "steps": "session_id", "view": f"session_id {VIEW}", "messages": "of",

@@ -324,7 +324,7 @@ def test_missing_rows_are_filled_with_what_fits(world):
     )
     with pytest.raises(InputError, match="uint16"):
         world.reader.read([ref], fields=["routed_experts"], missing=-1, dtype="stored")
-    for wrong in ("zero", 1.5, None):
+    for wrong in ("zero", 1.5, None, np.zeros(3), np.array([1, 2]), [1]):
         with pytest.raises(InputError, match="missing"):
             world.reader.read([ref], fields=["token_ids"], missing=wrong)
 

@@ -245,6 +245,18 @@ def test_the_bare_command_says_once_how_it_is_used():
     assert run(code=2).err.count("Usage:") == 1
 
 
+@pytest.mark.parametrize("form", ["parquet", "spool"])
+def test_an_export_that_finds_nothing_says_so_and_writes_nothing(hot, tmp_path, form):
+    for what in (("--where", "session_id = 'nobody'"), ("--where", "reward > 1e9", "--view", "timeline")):
+        found = run("export", hot, *what, "--format", form, "-o", tmp_path / "out", code=3)
+        assert f"there are no segments with {what[1]} in " in found.err and found.out == b""
+    with spool.open(tmp_path / "empty"):
+        pass
+    found = run("export", tmp_path / "empty", "--all", "-o", tmp_path / "out", "--json", code=3)
+    assert "there are no segments in " in found.err and found.out == b""
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_on_the_command_line(hot, tmp_path):
     import pyarrow.parquet as pq
 

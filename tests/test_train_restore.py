@@ -954,7 +954,7 @@ def test_numpy_needs_no_torch(spool_uri):
         ({"experts": 3}, "experts must be a MoEShape or the name"),
         ({"lengths": [None, None]}, "lengths= has 2 entries for 1 references"),
         ({"lengths": (3, 1)}, "lengths= has 2 entries"),
-        ({"verify": "sometimes"}, "verify='sometimes' is not one of"),
+        ({"verify": "sometimes"}, "verify must be one of whole, always, never"),
     ],
 )
 def test_wrong_arguments_are_named(sp, options, message):

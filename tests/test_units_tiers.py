@@ -257,14 +257,14 @@ def test_units_go_by_age_unless_a_live_session_names_them(cold, tmp_path, by_han
     uri = location(tmp_path / "hot", cold, units_age_s=1.5, retention="released", hot_bytes="64MiB", **QUICK)
     with spool.open(uri) as sp:
         root = str(sp.config.root)
-        live, over, alone = (sp.put_unit(image(n)) for n in range(3))
+        live, over = (sp.put_unit(image(n)) for n in range(2))
         kept = with_units(sp, "live", [live])
         released = with_units(sp, "over", [over, live])
         sp.flush()
         sp.spill()
         sp.publish([*kept, *released], timeout_s=1)
         sp.release(released)
-        fresh = sp.put_unit(image(3))
+        alone, fresh = sp.put_unit(image(2)), sp.put_unit(image(3))
         time.sleep(1.6)
         age(root, live, over, alone)
         assert sp.put_unit(image(3)) == fresh
@@ -561,13 +561,15 @@ def test_a_kill_leaves_nothing_for_good(local_cold, tmp_path, by_hand, point):
         sp.flush()
     code = (
         "import sys, time, contextlib, spool\nfrom spool.points import kill_at\nfrom spool.spiller import elect\n"
-        "elect.start = lambda *_: None\nkill_at(sys.argv[2])\nsp = spool.open(sys.argv[1])\nsp.spill()\n"
+        "from spool.stores.units import HotUnits\n"
+        "elect.start = lambda *_: None\nkill_at(sys.argv[2])\nsp = spool.open(sys.argv[1])\n"
+        "list(map(HotUnits(sp.config.root).touch, sys.argv[3:]))\nsp.spill()\n"
         "with contextlib.closing(sp._tiers.spiller()) as spiller:\n"
         "    spiller._evict_units(10**9, 10**9 - 3 * 2**20 if sys.argv[2] == 'evict.unit' else 10**9)\n"
         "for _ in range(3):\n    time.sleep(1.1)\n    sp.gc()\n"
     )
     with pytest.raises(subprocess.CalledProcessError) as died:
-        run_python(code, uri, point)
+        run_python(code, uri, point, *keys)
     assert died.value.returncode == -9
     with spool.open(uri) as sp:
         sp.spill()

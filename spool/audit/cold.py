@@ -67,7 +67,8 @@ class ColdPacks:
         """
         if name not in self._streams:
             try:
-                schema, layouts = parse_cold_group(self._objects.get(group_key(name)))
+                key = group_key(name)
+                schema, layouts = parse_cold_group(self._objects.get(key), self.path(key))
                 fields = {array.name: spec for spec in schema.fields for array in spec.arrays}
                 self._streams[name] = ColdStream(layouts, fields)
             except NotFoundError:
@@ -162,7 +163,7 @@ class _Stream:
         for array, layout in stream.layouts.items():
             key = f"streams/{self._name}/{array}/zarr.json"
             try:
-                valid = dict(parse_cold_array(layout, self._objects.get(key))[1])
+                valid = dict(parse_cold_array(layout, self._objects.get(key), self._packs.path(key))[1])
             except NotFoundError:
                 valid = {}
             except IntegrityError as error:

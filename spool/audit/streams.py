@@ -60,7 +60,7 @@ class Streams:
 
     def _read(self, name: str) -> Stream:
         data = self.store.read(group_key(name))
-        schema, layout = shard.parse_group(data)
+        schema, layout = shard.parse_group(data, self.store.path(group_key(name)))
         if self._copy(name) not in (data, b""):
             raise IntegrityError(
                 "zarr.json is not what its copy, the file lock, says: one of them was altered, and it is not known "

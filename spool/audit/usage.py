@@ -109,7 +109,8 @@ def _cold_shapes(objects: Objects | None, names: Iterable[str]) -> dict[str, _Sh
     shapes = {}
     for name in names if objects is not None else ():
         try:
-            shapes[name] = _Shape(*parse_group(objects.get(group_key(name)))[:2])  # type: ignore[union-attr]
+            key = group_key(name)
+            shapes[name] = _Shape(*parse_group(objects.get(key), f"{objects.url}/{key}"))  # type: ignore[union-attr]
         except NotFoundError:
             continue  # its last packs are being collected, or its first one is on the way
     return shapes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -10,9 +10,12 @@ from spool.cli.output import json_option, say, write_json
 from spool.cli.places import find_refs, is_location, open_spool
 from spool.cli.progress import Progress
 from spool.config import default_location
+from spool.errors import NotFoundError
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spool.export import Exported
 
 
@@ -45,7 +48,8 @@ def command(
     in Parquet. A spool keeps ids, late facts, late arrays and every stored byte, and reads with no other root; nothing
     in it is released.
 
-    An export that fails, or is killed, leaves nothing under the name of the folder.
+    Where nothing is found nothing is written, and the exit code is 3. An export that fails, or is killed, leaves
+    nothing under the name of the folder.
     """
     location = args[0] if args and is_location(args[0]) else None
     texts = list(args if location is None else args[1:])
@@ -54,17 +58,17 @@ def command(
     if bool(texts) + (where is not None) + everything != 1:
         raise click.UsageError("say what to export in one way: references, or --where FILTER, or --all")
     with open_spool(location) as sp, Progress("exported") as progress:
-        what: Any = find_refs(sp, texts) if texts else where
-        made = sp.export(
-            what,
-            path,
-            form,
-            view=view,
-            dtype=dtype,
-            dry_run=dry_run,
-            progress=progress.update,
-        )
+        refs = find_refs(sp, texts) if texts else list(sp.segments(where, view))
+        if not refs:
+            raise NotFoundError(f"{_asked(texts, where)} in {sp.config.url} to export; nothing was written")
+        made = sp.export(refs, path, form, dtype=dtype, dry_run=dry_run, progress=progress.update)
     _print(made, as_json=as_json)
+
+
+def _asked(texts: Sequence[str], where: str | None) -> str:
+    if texts:
+        return f"{', '.join(map(repr, texts))}: there are no segments"
+    return "there are no segments" if where is None else f"there are no segments with {where}"
 
 
 def _print(made: Exported, *, as_json: bool) -> None:

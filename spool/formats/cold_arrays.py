@@ -15,6 +15,7 @@ from msgspec import Struct
 from spool.formats.shard import (
     CRC32C,
     LITTLE,
+    SOME,
     array_document,
     group_metadata,
     not_ours,
@@ -126,18 +127,21 @@ def cold_array_metadata(layout: ColdLayout, *, n_rows: int, valid_rows: Sequence
     return array_document(layout.spec, sharding, shard_rows=layout.shard_rows, n_rows=n_rows, valid_rows=valid_rows)
 
 
-def parse_cold_array(layout: ColdLayout, data: bytes) -> tuple[int, list[tuple[int, int]]]:
+def parse_cold_array(layout: ColdLayout, data: bytes, what: str = SOME) -> tuple[int, list[tuple[int, int]]]:
     """Return ``n_rows`` and ``valid_rows`` of an array's ``zarr.json``, which must describe ``layout``.
 
     Raises:
         IntegrityError: it is torn, not one of ours, or describes other shards.
     """
-    n_rows, valid_rows = parse_rows(data)
+    n_rows, valid_rows = parse_rows(data, what=what)
     ours = msgspec.json.decode(cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid_rows))
-    theirs = parse_document(data, node_type="array")
+    theirs = parse_document(data, node_type="array", what=what)
     odd = [name for name in ("shape", "data_type", "chunk_grid", "codecs") if theirs.get(name) != ours[name]]
+    odd += [name for name, value in ours["attributes"].items() if theirs["attributes"].get(name) != value]
     if odd:
-        raise not_ours(f"it describes another {' and '.join(odd)} than array {layout.spec.name!r} of this stream has")
+        raise not_ours(
+            f"it describes another {' and '.join(odd)} than array {layout.spec.name!r} of this stream has", what
+        )
     return n_rows, valid_rows
 
 
@@ -149,15 +153,15 @@ def cold_group_metadata(
     return group_metadata(schema, layout, stream=stream, created=created, codecs=codecs, **attributes)
 
 
-def parse_cold_group(data: bytes) -> tuple[Schema, dict[str, ColdLayout]]:
+def parse_cold_group(data: bytes, what: str = SOME) -> tuple[Schema, dict[str, ColdLayout]]:
     """Return the schema of a stream and the cold layout of each of its arrays, by name.
 
     Raises:
         IntegrityError: it is torn, or not one of ours, or of a newer format.
     """
-    schema, layout = parse_group(data)
+    schema, layout = parse_group(data, what=what)
     try:
-        codecs = msgspec.convert(parse_attributes(data)["codecs"], dict[str, Codec])
+        codecs = msgspec.convert(parse_attributes(data, what=what)["codecs"], dict[str, Codec])
         return schema, cold_layouts(schema, layout, codecs)
     except (LookupError, msgspec.ValidationError) as error:
-        raise not_ours(f"its spool:codecs do not fit: {error}") from error
+        raise not_ours(f"its spool:codecs do not fit: {error}", what) from error

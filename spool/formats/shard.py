@@ -31,6 +31,10 @@ MISSING = np.uint64(2**64 - 1)
 LITTLE: dict[str, object] = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC32C: dict[str, object] = {"name": "crc32c"}
 """Codecs as the documents name them."""
+_GROUP = ("stream", "created", "schema", "layout")
+"""What the attributes of every stream say; ``id`` is younger than the format, and later versions may add to them."""
+SOME = "this zarr.json"
+"""How errors call a document of which nobody said where it is."""
 
 
 def shard_key(name: str, ndim: int, pack: int) -> str:
@@ -137,18 +141,24 @@ def array_document(
     )
 
 
-def parse_rows(data: bytes) -> tuple[int, list[tuple[int, int]]]:
-    """Return ``n_rows`` and ``valid_rows`` of an array's ``zarr.json``.
+def parse_rows(data: bytes, what: str = SOME) -> tuple[int, list[tuple[int, int]]]:
+    """Return ``n_rows`` and ``valid_rows`` of an array's ``zarr.json``; errors call it ``what``.
 
     Raises:
         IntegrityError: it is torn, or not one of ours.
     """
-    document = parse_document(data, node_type="array")
+    document = parse_document(data, node_type="array", what=what)
+    attributes = document.get("attributes")
+    if not isinstance(attributes, dict) or "spool:rows" not in attributes:
+        raise not_ours("its attributes lack spool:rows", what)
     try:
-        rows = msgspec.convert(document["attributes"]["spool:rows"], list[tuple[int, int]])
+        rows = msgspec.convert(attributes["spool:rows"], list[tuple[int, int]])
+    except msgspec.ValidationError as error:
+        raise not_ours(f"its spool:rows does not fit: {error}", what) from error
+    try:
         return msgspec.convert(document["shape"][0], int), rows
     except (LookupError, TypeError, msgspec.ValidationError) as error:
-        raise not_ours(error) from error
+        raise not_ours(f"its shape does not fit: {error}", what) from error
 
 
 def group_metadata(schema: Schema, layout: Layout, *, stream: str, created: float, **attributes: object) -> bytes:
@@ -173,21 +183,24 @@ def group_metadata(schema: Schema, layout: Layout, *, stream: str, created: floa
     return _document({"zarr_format": 3, "node_type": "group", "attributes": named})
 
 
-def parse_group(data: bytes) -> tuple[Schema, Layout]:
-    """Return the schema and the layout of a stream from its ``zarr.json``.
+def parse_group(data: bytes, what: str = SOME) -> tuple[Schema, Layout]:
+    """Return the schema and the layout of a stream from its ``zarr.json``; errors call it ``what``.
 
     Raises:
         IntegrityError: it is torn, or not one of ours, or of a newer format.
     """
-    facts = parse_attributes(data)
+    facts = parse_attributes(data, what=what)
     try:
         schema = Schema(msgspec.convert(facts["schema"], tuple[FieldSpec, ...]))
+    except (TypeError, msgspec.ValidationError, ConfigError) as error:
+        raise not_ours(f"its spool:schema does not fit: {error}", what) from error
+    try:
         sizes = msgspec.convert(facts["layout"], Layout)
         odd = [array.name for array in schema.arrays if not _is_sound(sizes, array.name)]
-    except (LookupError, TypeError, msgspec.ValidationError, ConfigError) as error:
-        raise not_ours(error) from error
+    except (LookupError, TypeError, msgspec.ValidationError) as error:
+        raise not_ours(f"its spool:layout does not fit: {error}", what) from error
     if odd:
-        raise not_ours(f"its layout does not fit {', '.join(odd)}")
+        raise not_ours(f"its spool:layout does not fit {', '.join(odd)}", what)
     return schema, sizes
 
 
@@ -196,16 +209,22 @@ def _is_sound(sizes: Layout, name: str) -> bool:
     return 0 < chunk_rows <= shard_rows and shard_rows % chunk_rows == 0
 
 
-def parse_attributes(data: bytes) -> dict[str, Any]:
+def parse_attributes(data: bytes, what: str = SOME) -> dict[str, Any]:
     """Return what `group_metadata` was told, by name (``format``, ``stream``, ``created``, ...).
 
     Raises:
         IntegrityError: it is torn, or not one of ours, or of a newer format.
     """
-    attributes = parse_document(data, node_type="group").get("attributes")
+    attributes = parse_document(data, node_type="group", what=what).get("attributes")
     if not isinstance(attributes, dict) or attributes.get("spool:format") != FORMAT:
-        raise not_ours(f"its attributes do not say spool:format {FORMAT}")
-    return {name[6:]: value for name, value in attributes.items() if name.startswith("spool:")}
+        raise not_ours(f"its attributes do not say spool:format {FORMAT}", what)
+    facts = {name[6:]: value for name, value in attributes.items() if name.startswith("spool:")}
+    lacking = [f"spool:{name}" for name in _GROUP if name not in facts]
+    if lacking:
+        raise not_ours(f"its attributes lack {', '.join(lacking)}", what)
+    if not isinstance(facts["created"], int | float):
+        raise not_ours(f"its spool:created is no time but {facts['created']!r:.80}", what)
+    return facts
 
 
 def _zarr_dtype(spec: ArraySpec) -> str:
@@ -225,8 +244,8 @@ def _document(value: dict[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=0)
 
 
-def parse_document(data: bytes, *, node_type: str) -> dict[str, Any]:
-    """Return a ``zarr.json`` of a Zarr v3 ``array`` or ``group``.
+def parse_document(data: bytes, *, node_type: str, what: str = SOME) -> dict[str, Any]:
+    """Return a ``zarr.json`` of a Zarr v3 ``array`` or ``group``; errors call it ``what``.
 
     Raises:
         IntegrityError: it is torn, or describes something else.
@@ -234,12 +253,12 @@ def parse_document(data: bytes, *, node_type: str) -> dict[str, Any]:
     try:
         document = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise not_ours(error) from error
+        raise not_ours(error, what) from error
     if document.get("zarr_format") != 3 or document.get("node_type") != node_type:
-        raise not_ours(f"it does not describe a Zarr v3 {node_type}")
+        raise not_ours(f"it does not describe a Zarr v3 {node_type}", what)
     return document
 
 
-def not_ours(why: object) -> SpoolError:
+def not_ours(why: object, what: str = SOME) -> SpoolError:
     """Return the error for a ``zarr.json`` that cannot be used."""
-    return IntegrityError(f"this zarr.json cannot be used: {why}; it is torn, damaged or newer: run `spool recover`")
+    return IntegrityError(f"{what} cannot be used: {why}; it is torn, damaged or newer: run `spool recover`", file=what)

@@ -385,7 +385,9 @@ class ColdFeeder:
         known = self._layouts.get(stream)
         if known is None:
             try:
-                known = self._layouts[stream] = parse_group(self.objects.get(group_key(stream)))[1].shard_rows
+                key = group_key(stream)
+                found = parse_group(self.objects.get(key), f"{self.objects.url}/{key}")[1]
+                known = self._layouts[stream] = found.shard_rows
             except NotFoundError:
                 return None
         return known

@@ -84,7 +84,7 @@ def check_missing(missing: Missing, dtype: Dtype, *, field: str) -> int:
     try:
         value = operator.index(missing)  # type: ignore[arg-type]
     except TypeError as error:
-        raise InputError(f"missing={missing!r} is neither 'error' nor an integer", field=field) from error
+        raise InputError(f"missing={missing!r:.80} is neither 'error' nor an integer", field=field) from error
     if dtype.kind in "iu":
         low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     elif dtype.kind == "b":

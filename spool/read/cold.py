@@ -226,9 +226,7 @@ class ColdTier:
             if data is None:
                 return None
             try:
-                known = self._layouts[source.stream] = parse_cold_group(data)[1]
-            except IntegrityError as error:
-                raise IntegrityError(f"{self.path(key)}: {error}", stream=source.stream, file=self.path(key)) from error
+                known = self._layouts[source.stream] = parse_cold_group(data, self.path(key))[1]
             finally:
                 self._documents.pop(key, None)
         return known[source.name]

@@ -52,15 +52,18 @@ class HotTier:
     def bring(self, pieces: Sequence[Piece], batch: Batch, workers: Workers) -> list[Piece]:
         """See `Tier.bring`."""
         fetches = plan(pieces, gap=GAP_BYTES, limit=FETCH_BYTES)
-        absent: list[Piece] = []
+        absent: dict[str, list[Piece]] = {}
         if len(fetches) > 1 and sum(fetch.length for fetch in fetches) > THREAD_BYTES:
             workers.each(lambda fetch: self._fetch(fetch, batch, absent), fetches)
         else:
             for fetch in fetches:
                 self._fetch(fetch, batch, absent)
-        return absent
+        return [piece for pieces in absent.values() for piece in pieces]
 
-    def _fetch(self, fetch: Fetch, batch: Batch, absent: list[Piece]) -> None:
+    def _fetch(self, fetch: Fetch, batch: Batch, absent: dict[str, list[Piece]]) -> None:
+        if fetch.key in absent:  # looking for it once more may take as long as for a shard that is being written
+            absent[fetch.key] += fetch.pieces
+            return
         source = batch.sources[fetch.key]
         buffers = _scatter(fetch, source, batch.targets)
         try:
@@ -71,7 +74,7 @@ class HotTier:
                 return
             self.store.read_into(fetch.key, fetch.offset, buffers)
         except AbsentError:
-            absent += fetch.pieces
+            absent.setdefault(fetch.key, []).extend(fetch.pieces)
             return
         batch.fetched.append(("hot", fetch.length))
         for piece in fetch.pieces:

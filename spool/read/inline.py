@@ -8,8 +8,8 @@ import numpy as np
 
 from spool.errors import InputError, IntegrityError
 from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, Align, numpy_dtype
-from spool.read.lookup import name_of
 from spool.read.select import Range, origin, positions
+from spool.read.sound import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

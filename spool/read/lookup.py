@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from spool.errors import GapError, InputError, IntegrityError, NotFoundError
+from spool.errors import GapError, InputError, NotFoundError
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS
 from spool.read.select import Gap, Range, Run, cover, inside_spans, n_steps, positions
+from spool.read.sound import MOST, check_extents, name_of
 from spool.read.streams import FieldView, Streams, builtin
 
 if TYPE_CHECKING:
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
     from spool.model.refs import Extent, Ref
 
 MASK = LOSS_MASK.name
-_CHECKED_ROWS = 1 << 20
-MOST = 1 << 31
-"""Tokens, rows and positions of a reference are fewer."""
+_CHECKED_ROWS = 1 << 16
+"""Of so many no room is made before each extent is known to lie inside of a shard; of fewer that is seen later."""
 
 _BUILT_IN = {spec.name: builtin(spec) for spec in (TOKEN_IDS, LOGPROBS, LOSS_MASK)}
 
@@ -94,7 +94,7 @@ class Lookup:
             raise _not_found(ref, name)
         align = view.spec.align
         if extents:
-            _check_places(ref, view, extents)
+            check_extents(ref, name, extents, n_steps(ref) if align == "step" else MOST)
         if not extents and not sparse:
             _, lost, _ = cover((), positions(align, ref, [(0, ref.n_tokens)]))
             if inside_spans(lost, ref) if align == "response" else any(gap.stop > gap.start for gap in lost):
@@ -107,32 +107,6 @@ class Lookup:
         if gaps and not sparse:
             raise _gap(ref, view, gaps)
         return Selection(view, runs, blanks if align == "response" else [], gaps, n)
-
-
-def check_lengths(ref: Ref) -> None:
-    """Refuse a reference whose lengths no session has.
-
-    Raises:
-        IntegrityError: it is damaged.
-    """
-    if not 0 <= ref.response_start <= ref.n_tokens < MOST or not 0 <= ref.n_rows < MOST:
-        raise IntegrityError(
-            f"the reference of {ref.session_id!r} says {ref.n_tokens} tokens, {ref.n_rows} rows, response from "
-            f"{ref.response_start}: it is damaged; take it from the catalog again",
-            session_id=ref.session_id,
-        )
-
-
-def _check_places(ref: Ref, view: FieldView, extents: Sequence[Extent]) -> None:
-    """Refuse extents that stand for positions no field of the reference has; what lies between is cut to the rows."""
-    last = extents[-1]
-    most = n_steps(ref) if view.spec.align == "step" else MOST
-    if extents[0].position < 0 or last.position + last.n > most:
-        raise IntegrityError(
-            f"{name_of(ref)}: {view.spec.name} has rows for positions [{extents[0].position}, "
-            f"{last.position + last.n}): the reference is damaged; take it from the catalog again",
-            ref=name_of(ref), field=view.spec.name,
-        )  # fmt: skip
 
 
 def extents_of(ref: Ref, name: str) -> tuple[Extent, ...]:
@@ -154,11 +128,6 @@ def names_of(ref: Ref, fields: Iterable[str] | None) -> list[str]:
     if not ref.n_tokens:
         stored.append(TOKEN_IDS.name)
     return [name for name in dict.fromkeys(stored) if name != MASK] + [MASK]
-
-
-def name_of(ref: Ref) -> str:
-    """Return how errors call a reference."""
-    return str(getattr(ref, "id", ref.session_id))
 
 
 def _not_found(ref: Ref, name: str) -> NotFoundError:

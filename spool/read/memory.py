@@ -20,6 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spool.errors import CapacityError
+from spool.sizes import format_size
+
 SMALLEST_BYTES = 128 << 10
 """From here on malloc would map memory afresh, too."""
 
@@ -101,7 +104,14 @@ class Memory:
 
 
 def _map(n_bytes: int) -> mmap.mmap:
-    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CapacityError(
+            f"a result of {format_size(n_bytes)} does not fit into this process's memory: read fewer tokens, layers or "
+            "references at a time",
+            need=n_bytes,
+        ) from error
     with contextlib.suppress(OSError):
         block.madvise(mmap.MADV_HUGEPAGE)
     return block

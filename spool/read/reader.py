@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from spool.arguments import one_of
 from spool.errors import AbsentError, InputError
 from spool.formats.shard import group_key, parse_group
 from spool.model.fields import ROUTED_EXPERTS, Schema
@@ -14,10 +15,11 @@ from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
 from spool.read.fetch import Batch, Verify, Workers, execute, lost
-from spool.read.lookup import MASK, Lookup, Selection, check_lengths, extents_of, names_of
+from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Coverage, Sample
 from spool.read.select import Range, Run, Tokens, cover, layer_range, plain_range, token_ranges
+from spool.read.sound import MOST, check_extents, check_reference
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:
@@ -96,12 +98,12 @@ class Reader:
             IntegrityError: bytes are missing, short or altered.
             StorageError: the tier failed.
         """
-        _one_of("dtype", dtype, _DTYPES)
-        _one_of("verify", verify, _VERIFY)
+        one_of("dtype", dtype, _DTYPES)
+        one_of("verify", verify, _VERIFY)
         if layers is not None:
             plain_range(layers, 0, what="layers")
-        if missing != "error":
-            check_missing(missing, np.dtype(np.float64), field="any field")
+        if not isinstance(missing, str) or missing != "error":  # arrays compare entry by entry
+            missing = check_missing(missing, np.dtype(np.float64), field="any field")
         call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory, [])
         each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
         samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
@@ -145,7 +147,7 @@ class Reader:
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream."""
-        return parse_group(self._document(group_key(stream)))[0]
+        return parse_group(*self._document(group_key(stream)))[0]
 
     def locate(
         self,
@@ -166,7 +168,7 @@ class Reader:
             NotFoundError: a field was never sent.
             IntegrityError: bytes are missing.
         """
-        check_lengths(ref)
+        check_reference(ref)
         lookup, found = Lookup(self._streams, [ref]), []
         ranges = token_ranges(tokens, ref.n_tokens)
         if layers is not None:
@@ -186,11 +188,12 @@ class Reader:
                 return ranges
         raise lost(source, run.row, run.n, self._tiers)
 
-    def _document(self, key: str) -> bytes:
+    def _document(self, key: str) -> tuple[bytes, str]:
+        """Return a document, and where it was found."""
         for tier in self._tiers:
             data = tier.read(key)
             if data is not None:
-                return data
+                return data, tier.path(key)
         raise AbsentError(
             f"{' and '.join(tier.path(key) for tier in self._tiers)} is not there: the stream was recorded on another "
             "node and not published, or is lost; publish it there, or name its root in SPOOL_ROOTS",
@@ -225,27 +228,39 @@ class _Call(NamedTuple):
 
     def columns(self, ref: Ref, fields: Sequence[str] | None, tokens: Tokens, out: Out | None) -> dict[str, Any]:
         """Return the arrays of a reference, some of them late; what they need is in the batch."""
-        check_lengths(ref)
+        check_reference(ref)
         ranges = token_ranges(tokens, ref.n_tokens)
         names = names_of(ref, fields)
         unknown = out.keys() - names if out else None
         if unknown:
             raise InputError(f"out= has {sorted(unknown)}, but the fields read are {names}", fields=sorted(unknown))
         columns: dict[str, Any] = {}
+        # all that is wrong is refused before room is made for any of it
+        chosen = {name: self._select(ref, name, ranges) for name in names}
         for name in names:
-            column = self._column(ref, name, ranges, out.get(name) if out else None)
+            column = self._column(ref, name, chosen[name], ranges, out.get(name) if out else None)
             if isinstance(column, LateColumn):
                 self.late.append((column, columns, name))
             if column is not None:
                 columns[name] = column
         return columns
 
-    def _column(self, ref: Ref, name: str, ranges: list[Range], out: Array | None) -> Array | LateColumn | None:
+    def _select(self, ref: Ref, name: str, ranges: list[Range]) -> Selection | None:
+        if name in ref.inline:
+            return None
+        if name != MASK:
+            return self.lookup.select(ref, name, ranges, sparse=self.missing != "error")
+        if extents := extents_of(ref, MASK):
+            check_extents(ref, MASK, extents, MOST)
+        return None
+
+    def _column(
+        self, ref: Ref, name: str, selection: Selection | None, ranges: list[Range], out: Array | None
+    ) -> Array | LateColumn | None:
         if name in ref.inline:
             return self._inline(ref, name, ranges, out)
         if name == MASK:
             return self._mask(ref, ranges, out)
-        selection = self.lookup.select(ref, name, ranges, sparse=self.missing != "error")
         if selection is None:
             return None
         if selection.view.spec.ragged:
@@ -301,7 +316,7 @@ class _Call(NamedTuple):
 
 
 def _coverage(lookup: Lookup, ref: Ref, names: Sequence[str]) -> dict[str, Coverage]:
-    check_lengths(ref)
+    check_reference(ref)
     found = {}
     for name in names:
         if name in ref.inline:
@@ -332,8 +347,3 @@ def _one_each(what: str, given: Sequence[Any] | None, refs: Sequence[Ref]) -> Se
     if isinstance(given, (slice, Mapping)) or len(given) != len(refs):
         raise InputError(f"{what}= must be a list with one entry for each of the {len(refs)} references")
     return given
-
-
-def _one_of(what: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise InputError(f"{what}={value!r} is not one of {', '.join(choices)}", got=repr(value))

@@ -111,10 +111,10 @@ class Streams:
     """The streams' schemas. A schema is frozen, so it is read once; safe to use from many threads.
 
     Args:
-        read: returns a whole object.
+        read: returns a whole object, and where it was found.
     """
 
-    def __init__(self, read: Callable[[str], bytes]) -> None:
+    def __init__(self, read: Callable[[str], tuple[bytes, str]]) -> None:
         self._read = read
         self._streams: dict[str, dict[str, FieldView]] = {}
         self._merged: dict[tuple[str, tuple[str, ...]], FieldView] = {}
@@ -125,7 +125,7 @@ class Streams:
         if known is None:
             if not _STREAM.fullmatch(stream):
                 raise IntegrityError(f"{stream!r} names no stream; the reference is damaged", stream=stream)
-            schema, layout = parse_group(self._read(group_key(stream)))
+            schema, layout = parse_group(*self._read(group_key(stream)))
             known = self._streams[stream] = _views(stream, schema, layout)
         return known
 

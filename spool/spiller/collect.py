@@ -205,13 +205,13 @@ def _objects_of(objects: Objects, stream: str, packs: Iterable[int], manifests: 
 def _take_out_of_documents(objects: Objects, stream: str, packs: Iterable[int]) -> None:
     """Say in the arrays' documents that rows of packs are no longer there: elsewhere they would read as zeros."""
     try:
-        layouts = parse_cold_group(objects.get(group_key(stream)))[1]
+        layouts = parse_cold_group(objects.get(group_key(stream)), f"{objects.url}/{group_key(stream)}")[1]
     except NotFoundError:
         return
     for name, layout in layouts.items():
         key = f"streams/{stream}/{name}/zarr.json"
         try:
-            n_rows, valid = parse_cold_array(layout, objects.get(key))
+            n_rows, valid = parse_cold_array(layout, objects.get(key), f"{objects.url}/{key}")
         except NotFoundError:
             continue
         gone = {pack * layout.shard_rows for pack in packs}

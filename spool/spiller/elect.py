@@ -94,7 +94,7 @@ def start(root: str, uri: str) -> subprocess.Popen[bytes] | None:
                 stderr=output,
                 pass_fds=(fd,),
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": _import_path()},
+                env={**os.environ, "PYTHONPATH": import_path()},
             )
         _started[:] = [*(known for known in _started if known.poll() is None), started]
         return started
@@ -133,7 +133,7 @@ def _log(root: str) -> IO[bytes]:
     return open(f"{root}/spiller.log", "ab")
 
 
-def _import_path() -> str:
-    """Return where the spiller is to find this very package."""
+def import_path() -> str:
+    """Return the ``PYTHONPATH`` with which another process finds this very package."""
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))

@@ -311,13 +311,17 @@ class Spiller:
             self._cold.catch_up()
         self._mender.work(recovered=recovered)
         self._expire()
+        deleted = self._delete()  # first: what was deleted from elsewhere is not to be listed again
         self._tidy()
-        return self._delete()
+        return deleted
 
     def _tidy(self) -> None:
         """Keep the cold root easy to list, and free of what puts that never ended left behind."""
         if self._cold is None or time.monotonic() - self._tidied_at < TIDY_S:
             return
+        assert self._uploader is not None
+        for key in self._uploader.mend_documents():
+            log.warning("%s lacked rows that are in the cold root, and is put again", key)
         roll_up(self._cold, self._feeder.stream_names())
         self._cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
         self._tidied_at = time.monotonic()

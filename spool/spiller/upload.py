@@ -1,14 +1,16 @@
 """Sealed packs -> objects of the cold root.
 
-Order: shards and records, the documents of the arrays, the units that the pack names, the manifest. Until that is there
+Order: records, shards, the documents of the arrays, the units that the pack names, the manifest. Until that is there
 nobody lists the pack, and until its marker is in the hot root the hot copy is the one that counts. Each step may be
-repeated: the same pack gives the same keys and bytes.
+repeated: the same pack gives the same keys and bytes. Of two copies of one hot root that each have a pack of the same
+name, the one whose records are there first brings it over.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
@@ -47,6 +49,8 @@ LARGE_BYTES = 8 << 20
 """Larger objects are sent one at a time: what is sent of one is copied once more, in parts, several at once."""
 PIECE_BYTES = 4 << 20
 """Of a hot shard, what is read, checked and encoded at a time."""
+LATE_S = 900.0
+"""For so long after it was put a document is looked at: an older one that was given up may still arrive."""
 
 
 class Sent(NamedTuple):
@@ -98,6 +102,7 @@ class Uploader:
         self._buffers = Buffers(ENCODED_BYTES)
         self._large = threading.Lock()
         self._streams: dict[str, Stream] = {}
+        self._described: dict[str, float] = {}
 
     def close(self) -> None:
         """End the threads."""
@@ -162,9 +167,11 @@ class Uploader:
             with _no_word_on_packs():
                 data = self._objects.get(group_key(name))
         except NotFoundError:
-            data = self._group(folder, first)
-            self._put(group_key(name), data)
-        return Stream(folder, cold_arrays.parse_cold_group(data)[1], {})
+            own = self._group(folder, first)
+            with _no_word_on_packs():
+                self._objects.create(group_key(name), own)
+                data = self._objects.get(group_key(name))  # a copy of this root may have been first
+        return Stream(folder, cold_arrays.parse_cold_group(data, self._url(group_key(name)))[1], {})
 
     def _look(self, stream: Stream) -> None:
         """Learn which packs are in the cold root now: others may have been deleted since."""
@@ -187,13 +194,47 @@ class Uploader:
                 with self._store.borrow(_shard_key(folder, spec, pack), 0, sample) as view:
                     codecs[spec.name] = cold.choose_codec(spec, view, layered=layered)
         self._store.close()  # samples are larger than what is read later
-        created = parse_attributes(read_file(f"{folder.path}/zarr.json"))["created"]
+        path = f"{folder.path}/zarr.json"
+        created = parse_attributes(read_file(path), path)["created"]
         return cold_arrays.cold_group_metadata(
             folder.schema, folder.layout, codecs, stream=folder.name, created=float(created)
         )
 
     def _describe(self, stream: Stream, new: Sequence[PackEntry]) -> None:
         """Say in the documents of the arrays which rows are there, the ``new`` packs' among them."""
+        self._put_all(self._documents(stream, new))
+        self._described[stream.folder.name] = time.monotonic()
+
+    def mend_documents(self) -> list[str]:
+        """Put again the documents that lack rows of what was brought over lately; return their keys.
+
+        A put that was given up, and tried again, may arrive after the next one: then the older document is there.
+
+        Raises:
+            StorageError: the cold root failed.
+        """
+        since = time.monotonic() - LATE_S
+        self._described = {name: at for name, at in self._described.items() if at > since}
+        mended = []
+        for name in self._described:
+            with turn(self._root, alone=False):
+                wanted = self._documents(self._streams[name])
+                lacking = self._threads.map(lambda document: self._lacks_rows(*document), wanted)
+                again = [document for document, lacks in zip(wanted, lacking, strict=True) if lacks]
+                self._put_all(again)
+                mended += [key for key, _ in again]
+        return mended
+
+    def _lacks_rows(self, key: str, wanted: bytes) -> bool:
+        """Whether a document is not there, cannot be used, or does not list all rows that ``wanted`` does."""
+        try:
+            there = parse_rows(self._objects.get(key), self._url(key))[1]
+        except (NotFoundError, IntegrityError):
+            return True
+        return not set(parse_rows(wanted)[1]) <= set(there)
+
+    def _documents(self, stream: Stream, new: Sequence[PackEntry] = ()) -> list[tuple[str, bytes]]:
+        """Return the documents of the arrays, by key: of all packs in the cold root and the ``new`` ones."""
         self._look(stream)
         entries = {**stream.entries, **{entry.pack: entry for entry in new}}
         documents = []
@@ -206,36 +247,46 @@ class Uploader:
             n_rows = sum(valid[-1]) if valid else 0
             data = cold_arrays.cold_array_metadata(layout, n_rows=n_rows, valid_rows=valid)
             documents.append((f"streams/{stream.folder.name}/{name}/zarr.json", data))
-        self._put_all(documents)
+        return documents
 
     def _put_all(self, documents: Iterable[tuple[str, bytes]]) -> None:
         all_of([self._threads.submit(self._put, *document) for document in documents])
 
     # -- a pack ------------------------------------------------------------------------------------------------------
 
-    def _check_unpublished(self, name: str, pack: int, table: bytes) -> None:
-        """Refuse to replace another pack of the same name: a hot root was copied, and both copies are in use."""
+    def _claim(self, name: str, pack: int, table: bytes) -> None:
+        """Put a pack's records, from which all else of it follows, unless another pack of the same name is there.
+
+        Raises:
+            IntegrityError: one is: a hot root was copied, and both copies are in use.
+        """
         key = records_key(name, pack)
         with _no_word_on_packs():
             there = self._objects.info(key)
-            same = there is None or (there.size == len(table) and self._objects.get(key) == table)
+            if there is None:
+                self._objects.create(key, table)
+            same = (there is None or there.size == len(table)) and self._objects.get(key) == table
         if not same:
             raise IntegrityError(
-                f"{self._objects.url}/{key} holds other records than pack {pack} of stream {name} here: two copies of "
-                "one hot root are in use; what is there stays, take this copy out of use",
-                stream=name, file=f"{self._objects.url}/{key}",
+                f"{self._url(key)} holds other records than pack {pack} of stream {name} here: two copies of "
+                "one hot root are in use. What is there stays, and so does what is here: take this copy out of use, "
+                "or if it is the one to keep, `spool export` what only it has",
+                stream=name, file=self._url(key),
             )  # fmt: skip
+
+    def _url(self, key: str) -> str:
+        return f"{self._objects.url}/{key}"
 
     def _send(self, stream: Stream, pack: int) -> Sent:
         folder = stream.folder
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
-        self._check_unpublished(folder.name, pack, table)
+        self._claim(folder.name, pack, table)
+        reach("spill.claimed")
         named = named_in(events, folder.name, pack, folder.layout.shard_rows)
         jobs = [self._threads.submit(self._send_shard, stream, spec, pack, named) for spec in folder.schema.arrays]
-        jobs.append(self._threads.submit(self._put_object, records_key(folder.name, pack), table))
-        sizes = dict(filter(None, all_of(jobs)))
+        sizes = {**dict(filter(None, all_of(jobs))), records_key(folder.name, pack): len(table)}
         rows = {spec.name: self._valid_rows(folder, spec, pack) for spec in folder.schema.arrays}
         entry = PackEntry(
             stream=folder.name,
@@ -308,7 +359,8 @@ class Uploader:
     def _valid_rows(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
         """Return the rows of a pack that its array's document calls valid."""
         start = pack * folder.layout.shard_rows[spec.name]
-        return dict(parse_rows(read_file(f"{folder.path}/{spec.name}/zarr.json"))[1]).get(start, 0)
+        path = f"{folder.path}/{spec.name}/zarr.json"
+        return dict(parse_rows(read_file(path), path)[1]).get(start, 0)
 
     def _rows_on_disk(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
         """Return the rows of a sealed pack; where some are missing, those that are there."""

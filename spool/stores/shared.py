@@ -28,7 +28,8 @@ class SharedFolder:
     system keeps for its own reasons. There are no retries here: the file system's client has its own.
 
     Args:
-        folder: absolute path; made by the first `create`. A put finds it there, or the file system is not mounted.
+        folder: absolute path; made by the first `create` of an object at its top. Whatever else is written finds it
+            there, or the file system is not mounted.
         concurrency: reads at once of `get_ranges`.
         verify: ``always`` reads back what was put.
         observer: told of every operation.
@@ -96,7 +97,7 @@ class SharedFolder:
     def create(self, key: str, data: Data) -> bool:
         """Put a file unless one is there; see `Objects.create`."""
         began, whole = time.monotonic(), bytes(data)
-        made = self._write(key, lambda path: create_atomic(path, whole), root=True)
+        made = self._write(key, lambda path: create_atomic(path, whole), root="/" not in key)
         self._observer("put", key, len(whole) * made, time.monotonic() - began)
         return made
 

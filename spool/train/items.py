@@ -147,8 +147,13 @@ def _checked(item: Item, number: int) -> Item:
     return item
 
 
-def costs_of(items: Sequence[Item], cost: Cost) -> np.ndarray:
+def costs_of(items: Sequence[Item], cost: Cost, *, what: str = "items") -> np.ndarray:
     """Return float64 ``[len(items)]``: what each costs; its own cost goes before ``cost``.
+
+    Args:
+        items: what is to be shared out.
+        cost: for all of them.
+        what: what errors call them.
 
     Raises:
         InputError: a cost is missing, negative or not finite; names the entry.
@@ -159,15 +164,15 @@ def costs_of(items: Sequence[Item], cost: Cost) -> np.ndarray:
         general = [cost(item.n_rows) for item in items]
     else:
         numbers: Any = (int, float, np.number)
-        general = listed("cost", cost, numbers, "a function of rows, or a number for each item")
+        general = listed("cost", cost, numbers, f"a function of rows, or a number for each of {what}")
         if len(general) != len(items):
-            raise InputError(f"cost has {len(general)} numbers for {len(items)} items: give one for each")
+            raise InputError(f"cost has {len(general)} numbers for {len(items)} {what}: give one for each")
     own = [given if item.cost is None else item.cost for item, given in zip(items, general, strict=True)]
     costs = np.array(own, np.float64)
     wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
     if len(wrong):
         number = int(wrong[0])
         raise InputError(
-            f"entry {number} of items costs {own[number]!r}; costs must be finite numbers, at least 0", item=number
+            f"entry {number} of {what} costs {own[number]!r}; costs must be finite numbers, at least 0", item=number
         )
     return costs

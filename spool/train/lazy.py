@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 
@@ -95,17 +95,24 @@ def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return kept
 
 
+class Routing(Protocol):
+    """The routing of a micro-batch, from which one layer at a time is read."""
+
+    def read(self, layer: int, stage: Stage) -> Any:
+        """Return the experts of each row in an absolute layer, int32 ``[rows, K]``."""
+
+
 class RoutedLayer:
     """The routing of one layer of a micro-batch, where a trainer keeps a tensor otherwise.
 
     Attributes:
-        source: the micro-batch.
+        source: of the micro-batch.
         layer: absolute.
     """
 
     __slots__ = ("layer", "source")
 
-    def __init__(self, source: LazyRouting, layer: int) -> None:
+    def __init__(self, source: Routing, layer: int) -> None:
         self.source = source
         self.layer = layer
 

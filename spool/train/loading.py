@@ -1,4 +1,4 @@
-"""Batches as torch's DataLoader knows them; the one module of the trainer's side that needs torch to be imported."""
+"""Batches as torch's DataLoader knows them; the one module of replay that needs torch to be imported."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from spool.read.lookup import names_of
 from spool.read.memory import Memory
 from spool.read.sample import Sample
 from spool.read.select import layer_range
-from spool.train.items import Item, cut
+from spool.train.items import Item, Piece, cut
+from spool.train.placement import Placement, before_response, placement, uncovered
 
 Array = NDArray[Any]
 
@@ -76,7 +77,8 @@ class Packer:
             SpoolError: as `Spool.read` does.
         """
         begins = [*accumulate((ref.n_rows for ref in refs), initial=0)]
-        columns = [self._column(name, refs, begins) for name in self._names(refs)]
+        pieces = [_whole(ref, number, begin) for number, (ref, begin) in enumerate(zip(refs, begins, strict=False))]
+        columns = [self._column(name, refs, pieces, begins) for name in self._names(refs)]
         samples = self._read(refs, columns)
         packed: dict[str, Any] = {}
         for column in columns:
@@ -119,10 +121,10 @@ class Packer:
             raise InputError(f"{min(taken)} is the name of what a batch has beside its fields: leave it out, fields=")
         return names
 
-    def _column(self, name: str, refs: Sequence[SegmentRef], begins: Sequence[int]) -> _Column:
+    def _column(self, name: str, refs: Sequence[SegmentRef], pieces: Sequence[Piece], begins: Sequence[int]) -> _Column:
         spec = self._specs.get(name) or self._spec(name, refs)
         align = "token" if name == LOSS_MASK.name else spec.align
-        places = [_place(align, ref, begin) for ref, begin in zip(refs, begins, strict=False)]
+        places = [] if align == "step" else _placements(align, pieces, refs)
         if spec.ragged or align == "step":
             array = np.zeros(begins[-1], np.int64) if spec.ragged and align != "step" else None
         else:
@@ -131,7 +133,7 @@ class Packer:
                 _check_fill(self._fill, dtype, name)
             array = self._memory.empty((begins[-1], *shape), dtype)
         fill = 0 if spec.ragged or align != "forward" else self._fill
-        return _Column(spec, align, refs, begins, places, array, fill)
+        return _Column(spec, align, begins, places, array, fill)
 
     def _spec(self, name: str, refs: Sequence[SegmentRef]) -> FieldSpec:
         found = _KNOWN.get(name) or self._recorded(name, refs)
@@ -158,28 +160,19 @@ class Packer:
         return numpy_dtype((spec.train_dtype if self._wanted.dtype == "train" else None) or spec.dtype)
 
 
-class _Place(NamedTuple):
-    """Rows ``[first, last)`` of a packed array that a segment's rows of a field take.
-
-    Attributes:
-        repeats: int64: how many rows each row that is read takes; None where each takes one.
-    """
-
-    first: int
-    last: int
-    repeats: NDArray[np.int64] | None
-
-
-def _place(align: str, ref: SegmentRef, begin: int) -> _Place:
-    end = begin + ref.n_rows
-    if align == "forward":
-        return _Place(begin, max(end - 1, begin), None)
-    skipped = ref.response_start if align == "response" else 0
-    if not ref.units:
-        return _Place(begin + skipped, end, None)
+def _whole(ref: SegmentRef, number: int, begin: int) -> Piece:
+    """Return a whole segment as the piece that begins at row ``begin``."""
+    if not ref.n_rows:
+        return Piece(number, 0, 0, 0, 0, begin, 0, 0)
     item = Item(ref.n_tokens, tuple((unit.position, unit.n_rows) for unit in ref.units))
-    repeats = cut(item, 0, (0, ref.n_rows), 0).repeats()
-    return _Place(begin + int(repeats[:skipped].sum()), end, repeats[skipped:])
+    return cut(item, number, (0, ref.n_rows), begin)
+
+
+def _placements(align: str, pieces: Sequence[Piece], refs: Sequence[SegmentRef]) -> list[Placement]:
+    if align != "response":
+        return [placement(piece, align) for piece in pieces]
+    found = zip(pieces, refs, strict=True)
+    return [placement(piece, align, absent=before_response(piece, ref.response_start)) for piece, ref in found]
 
 
 class _Column(NamedTuple):
@@ -188,7 +181,6 @@ class _Column(NamedTuple):
     Attributes:
         spec: what it is.
         align: what its rows stand for; ``token`` for the loss mask, which a read gives for every token.
-        refs: the segments.
         begins: the first row of each in the batch, and one past the last row of all.
         places: where the rows of each go.
         array: takes the rows, or of a ragged field how many values each row has; None where rows are joined at the end.
@@ -197,18 +189,14 @@ class _Column(NamedTuple):
 
     spec: FieldSpec
     align: str
-    refs: Sequence[SegmentRef]
     begins: Sequence[int]
-    places: Sequence[_Place]
+    places: Sequence[Placement]
     array: Array | None
     fill: int
 
     def slot(self, number: int) -> Array | None:
         """Return the memory that a segment can be read into; None where its rows are placed afterwards."""
-        place = self.places[number]
-        if self.array is None or self.spec.ragged or place.repeats is not None:
-            return None
-        return self.array[place.first : place.last]
+        return None if self.array is None or self.spec.ragged else self.places[number].slot(self.array)
 
     def finish(self, values: Sequence[Any]) -> Any:
         """Return the packed array, given what was read of each segment."""
@@ -225,11 +213,11 @@ class _Column(NamedTuple):
 
     def _place(self, values: Sequence[Array]) -> None:
         assert self.array is not None
+        for start, stop in uncovered(self.begins[-1], self.places):
+            self.array[start:stop] = self.fill
         for number, (place, rows) in enumerate(zip(self.places, values, strict=True)):
-            self.array[self.begins[number] : place.first] = self.fill
-            self.array[place.last : self.begins[number + 1]] = self.fill
             if self.slot(number) is None:
-                self.array[place.first : place.last] = rows if place.repeats is None else _repeat(rows, place.repeats)
+                place.put(self.array, rows)
 
     def _ragged(self, values: Sequence[Ragged]) -> Ragged:
         lengths, parts = [np.diff(rows.offsets) for rows in values], [rows.values for rows in values]
@@ -247,10 +235,6 @@ class _Column(NamedTuple):
 
 def _n_rows(value: Any) -> int:
     return len(value.offsets) - 1 if isinstance(value, Ragged) else len(value)
-
-
-def _repeat(rows: Array, repeats: NDArray[np.int64]) -> Array:
-    return np.repeat(rows, repeats, axis=0)
 
 
 def _repeat_ragged(values: Array, lengths: Array, repeats: NDArray[np.int64] | None) -> Array:

@@ -17,6 +17,7 @@ from msgspec import Struct
 from spool.arguments import one_of
 from spool.errors import InputError
 from spool.train.items import Item, Piece, Range, cut
+from spool.train.placement import placement
 from spool.train.ranks import equal_parts
 
 SplitName = Literal["zigzag", "contiguous", "micro_batch"]
@@ -61,6 +62,7 @@ class Share(Struct, frozen=True, kw_only=True):
         items: numbers of the micro-batch's sequences, in the order they lie in.
         pieces: real rows, ascending in ``to``; all other rows are padding.
         positions: ``[start, stop)`` positions in their sequence that the share's rows stand for, padding included.
+        sequences: for each of ``positions`` which of ``items`` that is; ``len(items)`` for the padding of the whole.
         rows, padded: of each sequence of the whole micro-batch, as in `MicroBatch`.
         tail: rows that pad the whole micro-batch.
     """
@@ -69,6 +71,7 @@ class Share(Struct, frozen=True, kw_only=True):
     items: tuple[int, ...]
     pieces: tuple[Piece, ...]
     positions: tuple[Range, ...]
+    sequences: tuple[int, ...]
     rows: tuple[int, ...]
     padded: tuple[int, ...]
     tail: int
@@ -119,7 +122,7 @@ class Share(Struct, frozen=True, kw_only=True):
 
 
 def _place(piece: Piece, rows: np.ndarray, out: np.ndarray, align: str) -> None:
-    n_tokens, to, stop = piece.stop - piece.start, piece.to, piece.to + piece.n_rows
+    n_tokens = piece.stop - piece.start
     if align == "forward":
         least, most = piece.skip + piece.n_forward, None if piece.units else piece.n_forward
     else:
@@ -130,19 +133,13 @@ def _place(piece: Piece, rows: np.ndarray, out: np.ndarray, align: str) -> None:
             f"got {len(rows)}: read them with tokens=piece.tokens",
             item=piece.item, expected=least, got=len(rows),
         )  # fmt: skip
-    if align == "forward":
-        out[to : to + piece.n_forward] = rows[piece.skip : least]
-    elif piece.units:
-        expanded = np.repeat(rows, piece.repeats()[n_tokens - len(rows) :], axis=0)
-        out[stop - len(expanded) : stop] = expanded
-    else:
-        out[stop - len(rows) : stop] = rows
+    placement(piece, align, absent=n_tokens - len(rows)).put(out, rows)
 
 
 def share_of(batch: MicroBatch, items: Sequence[Item], split: str, table: Table, cp: int, rank: int) -> Share:
     """Return what CP rank ``rank`` of ``cp`` holds of a micro-batch."""
     n_rows = batch.n_rows // cp
-    pieces, positions, to = [], [], 0
+    pieces, positions, sequences, to = [], [], [], 0
     begins = accumulate(batch.padded, initial=0)
     lengths = (*batch.padded, batch.tail)
     for number, (begin, padded) in enumerate(zip(begins, lengths, strict=True)):
@@ -155,11 +152,12 @@ def share_of(batch: MicroBatch, items: Sequence[Item], split: str, table: Table,
                 item = batch.items[number]
                 pieces.append(cut(items[item], item, (start, min(stop, batch.rows[number])), to))
             positions.append((start, stop))
+            sequences.append(number)
             to += stop - start
     assert to == n_rows, "the ranges of a split do not add up"
     return Share(
-        n_rows=n_rows, items=batch.items, pieces=tuple(pieces), positions=tuple(positions), rows=batch.rows,
-        padded=batch.padded, tail=batch.tail,
+        n_rows=n_rows, items=batch.items, pieces=tuple(pieces), positions=tuple(positions),
+        sequences=tuple(sequences), rows=batch.rows, padded=batch.padded, tail=batch.tail,
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def open_folder(root: str, name: str) -> tuple[Folder, bytes | None]:
     """
     path = f"{root}/streams/{name}"
     try:
-        return Folder(root, name, *parse_group(read_file(f"{path}/zarr.json"))), None
+        return Folder(root, name, *parse_group(read_file(f"{path}/zarr.json"), f"{path}/zarr.json")), None
     except SpoolError as error:
         copy = read_file(f"{path}/lock")
         try:

@@ -190,7 +190,7 @@ def _describe(folder: Folder, spec: ArraySpec, pack: int, n_rows: int, documents
     """Say in an array's ``zarr.json`` which rows of a pack are valid."""
     path, start = f"{folder.path}/{spec.name}/zarr.json", pack * folder.layout.shard_rows[spec.name]
     complete = n_rows and find_payload(folder, spec, pack).size > n_rows * spec.row_bytes
-    before = parse_rows(read_file(path))[1]
+    before = parse_rows(read_file(path), path)[1]
     valid = {first: count for first, count in before if first != start}
     if complete:
         valid[start] = n_rows

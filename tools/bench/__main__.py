@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tools.bench import cold, cold_reads, reads, replay, scale, spill, writes
+from tools.bench import cold, cold_reads, delivery, encode, reads, replay, scale, spill, writes
 from tools.bench.harness import Row
 from tools.bench.peers import TransferQueue
 
@@ -26,12 +26,15 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the table there")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
     parser.add_argument("--root", help="a folder on the disk to measure; a temporary one where left out")
+    parser.add_argument("--litdata", metavar="PYTHON", help="an interpreter with litdata; its rows are left out if not")
     parser.add_argument("--routing", metavar="DIR", help="recorded routing, MODEL/*.npz; synthetic alone if left out")
     options = parser.parse_args()
     root = tempfile.mkdtemp(prefix="spool-bench-", dir=options.root)
     rows: list[Row] = []
     try:
-        for row in _rows(root, quick=options.quick, only=options.only, routing=options.routing):
+        for row in _rows(
+            root, quick=options.quick, only=options.only, routing=options.routing, litdata=options.litdata
+        ):
             rows.append(row)
             print(_line(row), flush=True)
     finally:
@@ -42,7 +45,7 @@ def main() -> int:
     return 0 if all(row.holds for row in rows) else 1
 
 
-def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None) -> Iterator[Row]:
+def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None, litdata: str | None) -> Iterator[Row]:
     runs = 5 if quick else 9
     parts: dict[str, Part] = {
         "memory": lambda folder: writes.memory(folder, n_bytes=GIB if quick else 10 * GIB),
@@ -50,6 +53,10 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         "slices": lambda folder: reads.slices(folder, runs=runs),
         "cp": reads.amplification,
         "replay": lambda folder: replay.replay(folder, runs=runs, n_segments=64 if quick else 256),
+        "delivery": lambda folder: delivery.delivery(
+            folder, n_steps=3 if quick else 5, n_samples=8, n_tokens=4096 if quick else 16_384, compute_s=0.3
+        ),
+        "units": lambda _: encode.encoding(runs=min(runs, 3)),
         "cold-size": lambda _: cold.stored_size(routing),
         "cold-encode": lambda _: cold.encoding(runs=runs),
         "cold-read": lambda folder: cold_reads.reads(folder, runs=runs, n_tokens=32_768 if quick else 131_072),
@@ -61,6 +68,10 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
         ),
         "scale": lambda folder: scale.lookups(folder, runs=runs, n_steps=50_000 if quick else 1_000_000),
     }
+    if litdata:
+        parts["litdata"] = lambda folder: replay.against_litdata(
+            folder, litdata, runs=runs, n_segments=64 if quick else 256
+        )
     for name, part in parts.items():
         if _wanted(name, only):
             yield from part(root)

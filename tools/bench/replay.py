@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from spool.model.refs import Extent
 from spool.stores.local import aligned_buffer
 from spool.train.dataset import SegmentDataset
 from spool.train.snapshot import snapshot_of
-from tools.bench.harness import Row, pairs
+from tools.bench.harness import Row, pairs, timed
 from tools.bench.writes import SHAPE, TOKENS, append, make_step
 
 FIELDS = ("token_ids", "logprobs", "routed_experts")
@@ -74,6 +76,53 @@ def replay(root: str, *, runs: int, n_segments: int) -> Iterator[Row]:
         )  # fmt: skip
         yield _reference_bytes(dataset.ref(0))
     bare.close()
+
+
+def against_litdata(root: str, python: str, *, runs: int, n_segments: int) -> Iterator[Row]:
+    """Go over the same samples with LitData, which ``python`` has, and with Spool."""
+    steps = [make_step(TOKENS - 1, seed) for seed in range(8)]
+    folder = os.path.join(root, "replay-litdata")
+    with spool.open(folder) as sp:
+        for number in range(n_segments):
+            session = sp.session(f"replay-{number}", experts=SHAPE)
+            append(sp, steps[number % 8], session)
+            session.finalize(outcome="completed")
+    samples = os.path.join(root, "samples.npz")
+    np.savez(
+        samples,
+        token_ids=np.stack([step["tokens"] for step in steps]),
+        logprobs=np.stack([step["logprobs"] for step in steps]),
+        routed_experts=np.stack([step["routed_experts"].astype(np.uint8) for step in steps]),
+    )
+    script = os.path.join(os.path.dirname(__file__), "litdata_peer.py")
+    with subprocess.Popen(
+        [python, script, samples, os.path.join(root, "litdata"), str(n_segments)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as peer, SegmentDataset(folder, fields=FIELDS, dtype="stored", framework="numpy") as dataset:  # fmt: skip
+        answers, asks = peer.stdout, peer.stdin
+        assert answers is not None and asks is not None
+        while "ready" not in (line := answers.readline()):
+            assert line, "LitData's process ended"
+        batches = dataset.batches(max_tokens=BATCH_TOKENS, fill=0)
+        seen: list[int] = []
+
+        def ours() -> None:
+            seen.append(sum(len(batch.refs) for batch in batches))
+
+        def theirs() -> float:
+            asks.write("epoch\n")
+            asks.flush()
+            n, n_bytes, took = answers.readline().split()
+            assert int(n) == seen[-1] == n_segments
+            assert int(n_bytes) == n_segments * sum(array[:1].nbytes for array in np.load(samples).values())
+            return float(took)
+
+        times = [(timed(ours), theirs()) for _ in range(runs + 1)][1:]
+        asks.close()
+    mine, peers = (statistics.median(took) for took in zip(*times, strict=True))
+    ratio = statistics.median(theirs / ours for ours, theirs in times)
+    value, against = (f"{n_segments / took:.0f} segments/s" for took in (mine, peers))
+    yield Row("replay_vs_litdata", f"packed batches, {value}", f"LitData and np.concatenate {against}", ratio, 1)
 
 
 def _row(name: str, epoch: Any, bare: Bare, n_bytes: int, n_segments: int, runs: int) -> Row:

@@ -1,0 +1,127 @@
+"""`connect`: the arguments of a feed, checked where they come in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from spool.arguments import instance, integer, names, one_of, optional, refused, seconds, text
+from spool.config import parse_uri
+from spool.handle import Spool
+from spool.read.fetch import Verify
+from spool.sizes import parse_size
+from spool.train.delivery.feed import Feed
+from spool.train.delivery.join import address_of, join
+from spool.train.delivery.staging import stager
+from spool.train.delivery.work import Settings
+from spool.train.fields import expert_spec
+from spool.train.gaps import Missing
+from spool.train.planner import Mesh, Place
+from spool.train.ranks import check_rank
+from spool.train.tensors import Framework
+
+if TYPE_CHECKING:
+    from spool.model.moe import MoEShape
+
+
+def connect(
+    uri: str | os.PathLike[str] | Spool | None,
+    mesh: Mesh,
+    place: Place | int,
+    *,
+    fields: Sequence[str] | None = None,
+    name: str = "",
+    n_ranks: int | None = None,
+    chunk: int = 0,
+    depth: int = 2,
+    memory_bytes: int | str | None = None,
+    dtype: Literal["stored", "train"] = "stored",
+    framework: Framework = "torch",
+    device: Any = None,
+    missing: Missing = "error",
+    mask_versions: Literal["all", "last"] | int = "all",
+    experts: MoEShape | str | None = None,
+    pad_token_id: int = 0,
+    verify: Verify = "whole",
+    join_timeout_s: float = 60.0,
+    timeout_s: float = 600.0,
+) -> Feed:
+    """Take part in the feed of a place: its micro-batches are read once for all of its tensor-parallel ranks.
+
+    The first rank that comes starts a process that reads, shared by all ranks of the place on this machine: it reads
+    their context-parallel slice of each micro-batch, of the layers of their pipeline stage, in order and ahead of them,
+    and puts it together in memory that all of them map. It ends with them. When it, a rank, or reading fails, all ranks
+    are told of that first cause within seconds, and the feed gives nothing more.
+
+    Args:
+        uri: of the spool; ``$SPOOL_URI`` where None.
+        mesh: of the trainer.
+        place: where this rank stands on it, or its global rank.
+        fields: names, ``loss_mask``, ``weight_versions`` and ``staleness`` among them; all that any reference of a
+            mini-batch has where None. Ragged fields and those of steps are refused.
+        name: of the job, where several with the same spool, mesh and place run on this machine.
+        n_ranks: ranks of this place on this machine; ``mesh.tp`` where None.
+        chunk: of the stage's model chunks, with a virtual pipeline: a feed each.
+        depth: micro-batches in memory at a time, those that ranks still hold included; at least 2, so that one is made
+            while another is used.
+        memory_bytes: most that they may take together; what the machine, or its container, has free where None.
+        dtype: ``stored``: narrow, widened where it is used (`Micro.read`); or ``train``, int32 experts.
+        framework: ``torch`` or ``numpy``.
+        device: of torch: a thread copies the next micro-batch there while the present one is used; from pinned memory,
+            on a stream of its own, where it is CUDA's.
+        missing, mask_versions, experts, verify: as `restore` takes them.
+        pad_token_id: stands in ``token_ids`` for padding.
+        join_timeout_s: how long ranks may take to come.
+        timeout_s: how long a planned micro-batch may take to come.
+
+    Raises:
+        InputError: an argument does not fit.
+        DeliveryError: the process that reads cannot be started.
+    """
+    where = _place(mesh, place)
+    settings = Settings(
+        uri=uri.config.uri if isinstance(uri, Spool) else parse_uri(uri).uri,
+        n_ranks=mesh.tp if n_ranks is None else integer("n_ranks", n_ranks),
+        fields=None if fields is None else tuple(names("fields", fields)),
+        depth=integer("depth", depth),
+        memory_bytes=optional(_size, "memory_bytes", memory_bytes),
+        dtype=dtype, missing=missing, mask_versions=mask_versions, verify=verify, experts=experts,
+        pad_token_id=integer("pad_token_id", pad_token_id),
+        join_timeout_s=seconds("join_timeout_s", join_timeout_s),
+    )  # fmt: skip
+    _check(settings)
+    check_rank("tp", where.tp, settings.n_ranks)
+    stage, timeout_s = stager(framework, device), seconds("timeout_s", timeout_s)
+    address = address_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, integer("chunk", chunk)))
+    link, process = join(address, settings)
+    ahead = settings.depth if device is None else 1
+    return Feed(
+        link, process, mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
+        timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def _place(mesh: object, place: object) -> Place:
+    known = instance("mesh", mesh, Mesh, "a Mesh, as Mesh(dp=8, cp=2, tp=4)")
+    if isinstance(place, Place):
+        return place
+    return known.place(integer("place", place))
+
+
+def _check(settings: Settings) -> None:
+    if settings.depth < 2:
+        raise refused("depth", "at least 2: one micro-batch is made while another is used", settings.depth)
+    one_of("dtype", settings.dtype, ("stored", "train"))
+    one_of("missing", settings.missing, get_args(Missing))
+    one_of("verify", settings.verify, get_args(Verify))
+    rule = settings.mask_versions
+    if rule not in ("all", "last") and (type(rule) is not int or rule < 0):
+        raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
+    expert_spec(settings.experts)
+
+
+def _size(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str) or parse_size(value) < 1:
+        raise refused(name, "a size, as 8GiB", value)
+    return parse_size(value)

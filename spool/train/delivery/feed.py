@@ -1,0 +1,366 @@
+"""`connect`: a rank's micro-batches, in order, each before it is asked for.
+
+::
+
+    feed = spool.train.connect(uri, mesh, rank, fields=["token_ids", "loss_mask", "routed_experts"])
+    feed.submit(plan, refs, version="41")
+    feed.finish()
+    for micro in feed:
+        train(micro)
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import msgspec
+from msgspec import Struct
+
+from spool.errors import DeliveryError, InputError
+from spool.train.delivery import memory
+from spool.train.delivery.link import Link
+from spool.train.delivery.messages import (
+    Bye,
+    End,
+    Failed,
+    Failure,
+    Finish,
+    Hello,
+    Planned,
+    Ready,
+    Released,
+    Submit,
+    Welcome,
+)
+from spool.train.delivery.micro import Micro
+from spool.train.delivery.staging import Stage
+from spool.train.delivery.work import Work, work_of
+
+if TYPE_CHECKING:
+    from spool.model.refs import SegmentRef, StepRef
+    from spool.train.delivery.work import Settings
+    from spool.train.planner import Mesh, Place, Plan
+
+log = logging.getLogger("spool.train.delivery")
+
+REMIND_S = 30.0
+_decode = msgspec.msgpack.Decoder(Work).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class FeedStats(Struct, frozen=True, kw_only=True):
+    """What a rank's feed did so far.
+
+    Attributes:
+        n_micro: micro-batches that were handed out.
+        waited_s: time in which the consumer waited for one.
+        n_bytes: of the micro-batches.
+        fetched_bytes: read for them from hot and cold roots, by the one process that reads for all ranks of the place.
+        held_bytes: of those that this rank holds now.
+    """
+
+    n_micro: int = 0
+    waited_s: float = 0.0
+    n_bytes: int = 0
+    fetched_bytes: int = 0
+    held_bytes: int = 0
+
+
+class Feed:
+    """The micro-batches of one rank; made by `connect`. For one thread; close it, or use ``with``."""
+
+    def __init__(
+        self,
+        link: Link,
+        process: subprocess.Popen[bytes] | None,
+        *,
+        mesh: Mesh,
+        place: Place,
+        chunk: int,
+        settings: Settings,
+        stage: Stage,
+        ahead: int,
+        timeout_s: float,
+    ) -> None:
+        self._link, self._process = link, process
+        self._mesh, self._place, self._chunk = mesh, place, chunk
+        self._settings, self._stage, self._timeout_s = settings, stage, timeout_s
+        self._works: dict[int, Work] = {}
+        self._n_submitted = 0
+        self._finished = self._closed = False
+        self._mapped: dict[int, int] = {}
+        self._n_taken = 0
+        self._room = threading.Semaphore(ahead)
+        self._stats = FeedStats()
+        self._failure: Failure | None = None
+        self._reader_pid: int | None = None
+        self._incoming: queue.SimpleQueue[_Staged | Failure | End] = queue.SimpleQueue()
+        self._next: _Staged | End | None = None
+        link.send(Hello(place.tp, os.getpid(), settings))
+        threading.Thread(target=self._receive, name="spool-feed", daemon=True).start()
+
+    # -- what is to come ---------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        plan: Plan,
+        refs: Sequence[StepRef | SegmentRef | None],
+        *,
+        version: str | int | Sequence[str] | None = None,
+    ) -> None:
+        """Say what the next mini-batch is. It is read while earlier ones train, as far as ``depth`` allows.
+
+        Every rank may say so, or one of those that share the place; those that do must say the same. Reading begins at
+        once; whatever is wrong with it is raised where micro-batches are asked for.
+
+        Args:
+            plan: of the mini-batch, on the mesh of this feed.
+            refs: its sequences, all that were planned, in the same order; None for a sample that failed, which is
+                padding with its planned length.
+            version: of the current weights, for ``staleness``, as `restore` takes it. Where versions are no numbers,
+                all of them, oldest first: numbers are the same on all ranks only then.
+
+        Raises:
+            InputError: the plan is of another mesh, or the references are not those that were planned.
+            SessionStateError: `finish` was called.
+            DeliveryError: the feed has failed.
+        """
+        self._check_usable()
+        if self._finished:
+            raise InputError("finish() said that there are no more mini-batches")
+        work = work_of(plan, self._place, self._chunk, refs, version)
+        if plan.mesh != self._mesh:
+            raise InputError("the plan is of another mesh than this feed: make both with the same Mesh")
+        self._link.send(Submit(self._n_submitted, _encode(work)))
+        self._n_submitted += 1
+
+    def finish(self) -> None:
+        """Say that no mini-batch follows those that were submitted: iteration ends behind them."""
+        self._check_usable()
+        if not self._finished:
+            self._finished = True
+            self._link.send(Finish(self._n_submitted))
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Micro]:
+        """Yield micro-batches of one mini-batch after the other, until `finish`."""
+        while not isinstance(self._peek(), End):
+            yield self._take()
+
+    def mini_batch(self) -> Iterator[Micro]:
+        """Yield the micro-batches that come next, to the end of their mini-batch; none behind the last one.
+
+        Raises:
+            DeliveryError: another process of this feed failed, first; says which, and why. Nothing more comes.
+            SpoolError: what was wrong with reading a mini-batch, on all ranks.
+            InputError: this rank holds as many micro-batches as ``depth`` allows, and asks for another.
+        """
+        while not isinstance(found := self._peek(), End):
+            last = found.last
+            yield self._take()
+            if last:
+                return
+
+    def _peek(self) -> _Staged | End:
+        """Return what comes next, once it is there."""
+        if self._next is None:
+            self._check_usable()
+            self._check_held()
+            began = time.monotonic()
+            found = self._wait()
+            waited = time.monotonic() - began
+            self._stats = msgspec.structs.replace(self._stats, waited_s=self._stats.waited_s + waited)
+            if isinstance(found, Failure):
+                raise found.error()
+            self._next = found
+        return self._next
+
+    def _take(self) -> Micro:
+        staged, self._next = self._peek(), None
+        assert not isinstance(staged, End)
+        self._room.release()
+        ready, work, stats = staged.ready, staged.work, self._stats
+        self._n_taken = ready.serial + 1
+        self._stats = msgspec.structs.replace(
+            stats, n_micro=stats.n_micro + 1, n_bytes=stats.n_bytes + ready.n_bytes,
+            fetched_bytes=stats.fetched_bytes + ready.fetched_bytes,
+        )  # fmt: skip
+        plan = msgspec.structs.replace(work.plan, place=self._place)
+        share = plan.shares[ready.number]
+        return Micro(
+            staged.take(),
+            plan,
+            ready.number,
+            refs=tuple(work.refs[item] for item in share.items),
+            version_names=work.order.names,
+            n_bytes=ready.n_bytes,
+            fetched_bytes=ready.fetched_bytes,
+        )
+
+    def _wait(self) -> _Staged | Failure | End:
+        """Return what comes in next; say from time to time that nothing does.
+
+        Raises:
+            DeliveryError: a mini-batch is known, and nothing came for too long.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return self._incoming.get(timeout=min(REMIND_S, self._timeout_s))
+            except queue.Empty:
+                waited = time.monotonic() - began
+            if not self._expects_more():
+                log.warning(
+                    "no mini-batch is submitted to this feed, since %.0f s, and no rank called finish()", waited
+                )
+            elif waited >= self._timeout_s:
+                raise DeliveryError(
+                    f"no micro-batch came for {waited:.0f} s, though one is planned and its processes live; "
+                    "see the log of the rank that started it for what is waited for, or raise timeout_s="
+                )
+
+    def _expects_more(self) -> bool:
+        planned = sum(len(work.shares) for work in self._works.values())
+        return self._stats.n_micro < planned
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure.error()
+        if self._closed:
+            raise InputError("this feed is closed")
+
+    def _check_held(self) -> None:
+        """Refuse to wait for memory that only this rank can free."""
+        if len(self._held()) >= self._settings.depth:
+            gc.collect()
+        if len(held := self._held()) >= self._settings.depth:
+            raise InputError(
+                f"this rank holds arrays of {len(held)} micro-batches, and depth={self._settings.depth} allows no "
+                "more: let go of them (or copy what has to stay), or connect with a greater depth="
+            )
+
+    def _held(self) -> list[int]:
+        """Return the bytes of each micro-batch that the consumer has memory of."""
+        return [n_bytes for serial, n_bytes in list(self._mapped.items()) if serial < self._n_taken]
+
+    @property
+    def reader_pid(self) -> int | None:
+        """The process that reads for all ranks of the place; None until it let this one in."""
+        return self._reader_pid
+
+    @property
+    def stats(self) -> FeedStats:
+        """What this rank's feed did so far."""
+        return msgspec.structs.replace(self._stats, held_bytes=sum(self._held()))
+
+    # -- what comes in -----------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Take in what the reorganiser says; map and stage micro-batches as they come."""
+        try:
+            while True:
+                message, fd = self._link.receive()
+                if isinstance(message, Welcome):
+                    self._reader_pid = message.pid
+                elif isinstance(message, Planned):
+                    self._works[message.number] = _decode(message.work)
+                elif isinstance(message, Ready) and fd is not None:
+                    self._incoming.put(self._staged(message, fd))
+                elif isinstance(message, End):
+                    self._incoming.put(message)
+                elif isinstance(message, Failure):
+                    self._fail(message)
+                    return
+        except EOFError:
+            if not self._closed:
+                self._fail(Failure.of(DeliveryError(self._death())))
+        except BaseException as error:
+            log.exception("a feed cannot take in what comes")
+            self._link.send(Failed(f"{type(error).__name__}: {error}"))
+            self._fail(Failure.of(error))
+
+    def _fail(self, failure: Failure) -> None:
+        self._failure = failure
+        self._incoming.put(failure)
+        self._link.close()
+
+    def _death(self) -> str:
+        how = ""
+        if self._process is not None:
+            try:
+                code = self._process.wait(2)
+                how = f", by signal {-code}" if code < 0 else f", with exit code {code}"
+            except subprocess.TimeoutExpired:
+                how = ""
+        return (
+            f"the process that reads for this feed, {self._reader_pid}, died{how}: see its last lines in the log of "
+            "the rank that started it, and the kernel's, which says so where memory ran out"
+        )
+
+    def _staged(self, ready: Ready, fd: int) -> _Staged:
+        try:
+            mapped = memory.reading(fd, ready.n_bytes)
+        finally:
+            os.close(fd)
+        self._mapped[ready.serial] = ready.n_bytes
+        weakref.finalize(mapped, self._let_go, ready.serial).atexit = False
+        self._room.acquire()
+        return _Staged(ready, self._works[ready.mini_batch], self._stage(_views(ready, mapped)))
+
+    def _let_go(self, serial: int) -> None:
+        del self._mapped[serial]
+        self._link.send(Released(serial))
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave; arrays that were handed out stay as they are. The other ranks go on."""
+        self._leave(Bye())
+
+    def _leave(self, message: Bye | Failed) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._link.send(message)
+        self._link.close()
+        self._room.release()
+        self._next, self._incoming = None, queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(Bye() if error is None else Failed(f"{type(error).__name__}: {error}"))
+
+    def __repr__(self) -> str:
+        return f"<spool.train.Feed of {self._place}, {self._stats.n_micro} micro-batches so far>"
+
+
+class _Staged(NamedTuple):
+    """A micro-batch that is there: ``take`` gives its arrays."""
+
+    ready: Ready
+    work: Work
+    take: Callable[[], dict[str, Any]]
+
+    @property
+    def last(self) -> bool:
+        """Whether its mini-batch ends with it."""
+        return self.ready.number == len(self.work.shares) - 1
+
+
+def _views(ready: Ready, mapped: Any) -> dict[str, Any]:
+    return {array.name: array.view(mapped) for array in ready.arrays}

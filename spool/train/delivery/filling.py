@@ -1,0 +1,194 @@
+"""A share of a micro-batch, read into its memory: rows land in their places; the rest is set there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spool.model.fields import LOSS_MASK, ROUTED_EXPERTS, FieldSpec
+from spool.train import gaps
+from spool.train.delivery import arrays, memory
+from spool.train.delivery.arrays import Arrangement, arrange, behind, check_fields, pad
+from spool.train.delivery.work import Settings, Work
+from spool.train.entries import entries_of
+from spool.train.fields import expert_spec, have_routing
+from spool.train.items import Piece
+from spool.train.layouts import STALENESS, VERSIONS
+from spool.train.placement import Placement, before_response, placement, uncovered
+from spool.train.reading import make_plan
+from spool.train.versions import VersionOrder, masked_versions, staleness, token_versions
+
+if TYPE_CHECKING:
+    from spool.handle import Spool
+    from spool.read.sample import Coverage
+
+_DERIVED = (VERSIONS.name, STALENESS.name)
+
+
+class Prepared(NamedTuple):
+    """A mini-batch about to be read.
+
+    Attributes:
+        work: the mini-batch.
+        specs: of its fields, by name.
+        covers: for each sequence, by its number in the plan, what is missing of each field.
+        order: of weight versions.
+        arrangements: of each micro-batch.
+    """
+
+    work: Work
+    specs: dict[str, FieldSpec]
+    covers: dict[int, dict[str, Coverage]]
+    order: VersionOrder
+    arrangements: tuple[Arrangement, ...]
+
+
+def prepare(spool: Spool, work: Work, settings: Settings) -> Prepared:
+    """Find out what a mini-batch's fields are, and what of them is missing; no payload is read.
+
+    Raises:
+        InputError: fields do not fit a micro-batch, or nobody says what one is.
+        GapError: rows were never sent for which nothing may stand.
+        CapacityError: its micro-batches take more memory than there is.
+        NotFoundError, StorageError: as `Spool.coverage`.
+    """
+    numbers = [number for number, ref in work.refs.items() if ref is not None]
+    entries = entries_of([work.refs[number] for number in numbers], None)
+    asked = None if settings.fields is None else list(settings.fields)
+    order = work.order
+    plan = make_plan(spool, entries, asked, expert_spec(settings.experts), settings.missing, order)
+    check_fields(plan.specs.values(), split=work.split)
+    arrangements = tuple(arrange(share, plan.specs, work.layers, settings.dtype) for share in work.shares)
+    _check_memory(arrangements, settings)
+    return Prepared(work, plan.specs, dict(zip(numbers, plan.covers, strict=True)), order, arrangements)
+
+
+def _check_memory(arrangements: Sequence[Arrangement], settings: Settings) -> None:
+    largest = sorted((arrangement.n_bytes for arrangement in arrangements), reverse=True)[: settings.depth]
+    need, found = sum(largest), memory.room()
+    if settings.memory_bytes is not None:
+        found = min(found, memory.Room(settings.memory_bytes, "memory_bytes="))
+    if need > found.n_bytes:
+        raise memory.too_little(need, found, why=f"holding {len(largest)} micro-batches (depth={settings.depth})")
+
+
+def fill(spool: Spool, prepared: Prepared, number: int, settings: Settings, into: Any) -> None:
+    """Read a micro-batch into ``into``, a writable buffer of the bytes that its arrangement takes.
+
+    Raises:
+        ReleasedError, IntegrityError, StorageError: as `Spool.read`.
+    """
+    work = prepared.work
+    share = work.shares[number]
+    views = {array.name: array.view(into) for array in prepared.arrangements[number].arrays}
+    for name, array in zip(
+        arrays.ADDED, (share.position_ids(), share.cu_seqlens, share.cu_seqlens_padded), strict=True
+    ):
+        views[name][:] = array
+    parts = [_Part(piece, prepared, settings) for piece in share.pieces if work.refs[piece.item] is not None]
+    lengths = [0 if work.refs[item] is None else rows for item, rows in zip(share.items, share.rows, strict=True)]
+    columns = {name: [part.placement(spec) for part in parts] for name, spec in prepared.specs.items()}
+    for name, spec in prepared.specs.items():
+        rows = uncovered(share.n_rows, columns[name])
+        pad(views[name], spec, rows, behind(share, lengths), layers=work.layers, token=settings.pad_token_id)
+    _read(spool, parts, columns, views, prepared, settings)
+    for number, part in enumerate(parts):
+        for name, spec in prepared.specs.items():
+            part.finish(spec, columns[name][number], views[name])
+
+
+def _read(
+    spool: Spool,
+    parts: Sequence[_Part],
+    columns: Mapping[str, Sequence[Placement]],
+    views: Mapping[str, NDArray[Any]],
+    prepared: Prepared,
+    settings: Settings,
+) -> None:
+    """Read the rows of all pieces in one pass, as far as possible into their places."""
+    refs = [part.ref for part in parts]
+    names = [name for name in prepared.specs if name not in _DERIVED]
+    if not have_routing(refs):
+        names = [name for name in names if name != ROUTED_EXPERTS]
+    slots = [{name: columns[name][number].slot(views[name]) for name in names} for number in range(len(parts))]
+    samples = spool.read(
+        refs,
+        fields=names,
+        tokens=[part.piece.tokens for part in parts],
+        layers=prepared.work.layers,
+        dtype=settings.dtype,
+        out=[{name: slot for name, slot in own.items() if slot is not None} for own in slots],
+        missing=0,
+        verify=settings.verify,
+    )
+    for number, sample in enumerate(samples):
+        for name in names:
+            if slots[number][name] is None:
+                columns[name][number].put(views[name], sample[name])
+
+
+class _Part:
+    """A piece of a share, with what its reference says."""
+
+    def __init__(self, piece: Piece, prepared: Prepared, settings: Settings) -> None:
+        self.piece, self._settings, self._layers = piece, settings, prepared.work.layers
+        self.ref: Any = prepared.work.refs[piece.item]
+        self._covers, self._order = prepared.covers[piece.item], prepared.order
+        self._begin = piece.to - piece.row
+        self._versions: NDArray[np.int64] | None = None
+
+    def placement(self, spec: FieldSpec) -> Placement:
+        """Return where the rows of a field go."""
+        if spec.align == "response":
+            return placement(self.piece, "response", absent=before_response(self.piece, self.ref.response_start))
+        return placement(self.piece, "forward" if spec.align == "forward" else "token")
+
+    def finish(self, spec: FieldSpec, place: Placement, array: NDArray[Any]) -> None:
+        """Set what was not read: rows that are missing, tokens that do not train, and whose weights they come from."""
+        if spec.name == VERSIONS.name:
+            place.put(array, self._own(self.versions))
+        elif spec.name == STALENESS.name:
+            place.put(array, self._own(staleness(self.versions, self._order)))
+        elif spec.name == LOSS_MASK.name:
+            self._clear(place, array)
+        else:
+            self._complete(spec, place, array)
+
+    def _complete(self, spec: FieldSpec, place: Placement, array: NDArray[Any]) -> None:
+        rows, cover = array[place.first : place.last], self._covers.get(spec.name)
+        if cover is not None and cover.gaps:
+            gaps.fill(rows, self._positions(spec, place), cover, ids=True, layers=self._layers)
+        if spec.positions:
+            rows[rows >= 0] += self._begin
+
+    def _positions(self, spec: FieldSpec, place: Placement) -> NDArray[np.int64]:
+        """Return which positions of the field the placed rows have."""
+        if spec.align == "forward":
+            return np.arange(self.piece.row, self.piece.row + self.piece.n_forward)
+        absent = before_response(self.piece, self.ref.response_start) if spec.align == "response" else 0
+        at = np.arange(self.piece.start + absent, self.piece.stop)
+        return at if place.repeats is None else np.repeat(at, place.repeats)
+
+    def _clear(self, place: Placement, mask: NDArray[Any]) -> None:
+        """Take tokens out of the loss mask: those of old weights, and those that lack rows."""
+        untrained = [masked_versions(self.ref, self.versions, self._order, self._settings.mask_versions)]
+        if self._settings.missing == "mask":
+            untrained += [gaps.untrained(self.ref, cover) for cover in self._covers.values() if cover.gaps]
+        for tokens in untrained:
+            if tokens is not None:
+                own = self._own(tokens)
+                own = own if place.repeats is None else np.repeat(own, place.repeats)
+                mask[place.first : place.last][own] = 0
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """The version of each token of the whole sequence."""
+        if self._versions is None:
+            self._versions = token_versions(self.ref, self._order)
+        return self._versions
+
+    def _own(self, values: NDArray[Any]) -> NDArray[Any]:
+        return values[self.piece.start : self.piece.stop]

@@ -1,0 +1,237 @@
+"""What the ranks that share a reorganiser have in common: who is there, what is to come, who holds what, what failed.
+
+One lock; whoever waits hears of every change.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from spool.errors import DeliveryError, SpoolError
+from spool.train.delivery.link import Link
+from spool.train.delivery.messages import End, Failure, Planned, Ready, Welcome
+
+log = logging.getLogger("spool.train.delivery")
+
+REMIND_S = 30.0
+"""How often a log says what is waited for."""
+
+
+class Rank:
+    """A rank that takes part.
+
+    Attributes:
+        tp: which one.
+        pid: its process.
+        link: to it.
+        gone: whether it left, or died.
+    """
+
+    def __init__(self, tp: int, pid: int, link: Link) -> None:
+        self.tp, self.pid, self.link = tp, pid, link
+        self.gone = False
+
+    def __str__(self) -> str:
+        return f"rank tp={self.tp} (process {self.pid})"
+
+
+class Over(Exception):  # noqa: N818 - nothing is wrong
+    """Nothing more is to be made: something failed, or all ranks left."""
+
+
+class Group:
+    """The state that a reorganiser's threads share.
+
+    Args:
+        n_ranks: how many ranks take part.
+        depth: micro-batches that may be held at a time.
+
+    Attributes:
+        over: whether everything was handed out, so that ranks may go without a word.
+    """
+
+    def __init__(self, n_ranks: int, depth: int) -> None:
+        self.n_ranks, self._depth = n_ranks, depth
+        self._changed = threading.Condition()
+        self._ranks: dict[int, Rank] = {}
+        self._works: list[tuple[bytes, Rank]] = []
+        self._n_works: int | None = None
+        self._held: dict[int, set[int]] = {}
+        self._failure: Failure | None = None
+        self.over = False
+
+    # -- who takes part ----------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong."""
+        return self._failure is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks have come."""
+        return len(self._ranks) == self.n_ranks
+
+    @property
+    def absent(self) -> list[int]:
+        """Which ranks have not come."""
+        return [tp for tp in range(self.n_ranks) if tp not in self._ranks]
+
+    def join(self, rank: Rank) -> None:
+        """Let a rank take part; it is told of what was planned before.
+
+        Raises:
+            DeliveryError: it takes part already, or there is no such rank.
+        """
+        with self._changed:
+            if rank.tp not in range(self.n_ranks):
+                raise DeliveryError(f"{rank} is none of the {self.n_ranks} ranks that share this feed")
+            if rank.tp in self._ranks:
+                raise DeliveryError(
+                    f"{self._ranks[rank.tp]} takes part in this feed already, and {rank} wants its place: give "
+                    "each job a name of its own (connect(name=))"
+                )
+            self._ranks[rank.tp] = rank
+            rank.link.send(Welcome(os.getpid()))
+            for number, (work, _) in enumerate(self._works):
+                rank.link.send(Planned(number, work))
+            self._changed.notify_all()
+
+    def leave(self, rank: Rank) -> None:
+        """Take a rank out, and what it held."""
+        with self._changed:
+            rank.gone = True
+            for holders in self._held.values():
+                holders.discard(rank.tp)
+            self._forget_held()
+
+    def wait_until_left(self) -> None:
+        """Return when all ranks that came have left."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(rank.gone for rank in self._ranks.values()))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks what went wrong; what goes wrong afterwards follows from it, and is told nobody."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = Failure.of(error)
+                log.error("a feed fails: %s", error)
+                self._tell(self._failure)
+            self._changed.notify_all()
+
+    def _tell(self, message: Planned | End | Failure) -> None:
+        for rank in self._ranks.values():
+            if not rank.gone:
+                rank.link.send(message)
+
+    # -- what is to come ---------------------------------------------------------------------------------------------
+
+    def submit(self, rank: Rank, number: int, work: bytes) -> None:
+        """Take in what a rank says mini-batch ``number`` is.
+
+        Raises:
+            DeliveryError: another one said otherwise, or that there is none.
+        """
+        with self._changed:
+            if number < len(self._works):
+                known, first = self._works[number]
+                if known != work:
+                    raise DeliveryError(
+                        f"{first} and {rank} submitted different plans, references or versions as mini-batch {number} "
+                        "of this feed: the ranks of a place have to submit the same, in the same order"
+                    )
+                return
+            if self._n_works is not None and number >= self._n_works:
+                raise DeliveryError(f"{rank} submits mini-batch {number}, and another rank finished at {self._n_works}")
+            self._works.append((work, rank))
+            self._tell(Planned(number, work))
+            self._changed.notify_all()
+
+    def finish(self, rank: Rank, n: int) -> None:
+        """Take in that there are ``n`` mini-batches.
+
+        Raises:
+            DeliveryError: more were submitted, or another rank said otherwise.
+        """
+        with self._changed:
+            if n < len(self._works) or self._n_works not in (None, n):
+                known = len(self._works) if self._n_works is None else self._n_works
+                raise DeliveryError(f"{rank} finished after {n} mini-batches, and other ranks know of {known}")
+            self._n_works = n
+            self._changed.notify_all()
+
+    def work(self, number: int) -> bytes | None:
+        """Return mini-batch ``number`` once it is known; None where there is none.
+
+        Raises:
+            Over: nothing more is to be made.
+        """
+        with self._changed:
+            self._wait(lambda: number < len(self._works) or self._n_works == number, lambda: None)
+            return self._works[number][0] if number < len(self._works) else None
+
+    def end(self) -> None:
+        """Tell all ranks that there is nothing more."""
+        with self._changed:
+            self._wait(lambda: self.complete, lambda: None)
+            self.over = True
+            self._tell(End())
+
+    # -- who holds what ----------------------------------------------------------------------------------------------
+
+    def wait_for_room(self) -> None:
+        """Return when another micro-batch may be made.
+
+        Raises:
+            Over: nothing more is to be made.
+        """
+        with self._changed:
+            self._wait(lambda: len(self._held) < self._depth, self._holders)
+
+    def hand_out(self, ready: Ready, fd: int) -> None:
+        """Send a micro-batch to all ranks, once all are there.
+
+        Raises:
+            Over: nothing more is to be made.
+        """
+        with self._changed:
+            self._held[ready.serial] = {-1}  # counts until it is handed out
+            self._wait(lambda: self.complete, lambda: None)
+            present = [rank for rank in self._ranks.values() if not rank.gone]
+            self._held[ready.serial] = {rank.tp for rank in present}
+            for rank in present:
+                rank.link.send(ready, fd)
+
+    def released(self, rank: Rank, serial: int) -> None:
+        """Take in that a rank let go of a micro-batch."""
+        with self._changed:
+            self._held.get(serial, set()).discard(rank.tp)
+            self._forget_held()
+
+    def _forget_held(self) -> None:
+        self._held = {serial: holders for serial, holders in self._held.items() if holders}
+        self._changed.notify_all()
+
+    def _holders(self) -> str:
+        """Return who holds the micro-batch that was handed out first, in words."""
+        serial = min(self._held)
+        ranks = ", ".join(str(self._ranks[tp]) for tp in sorted(self._held[serial]))
+        return f"{ranks} to let go of micro-batch {serial} of this feed"
+
+    def _wait(self, done: Callable[[], bool], what: Callable[[], str | None]) -> None:
+        """Wait for something, under the lock; say from time to time what for."""
+        since = time.monotonic()
+        while not done():
+            if self._failure is not None or (self.complete and all(rank.gone for rank in self._ranks.values())):
+                raise Over
+            if not self._changed.wait(REMIND_S) and (words := what()) is not None:
+                log.warning("waiting for %s, since %.0f s", words, time.monotonic() - since)
+
+
+def named(error: SpoolError, words: str) -> SpoolError:
+    """Return the same error, beginning with ``words``."""
+    return type(error)(f"{words}: {error}", **error.details)

@@ -1,0 +1,188 @@
+"""The process that reads for all ranks of a place: each micro-batch once, in order, into memory that they all map."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+
+import msgspec
+
+from spool.errors import DeliveryError, SpoolError
+from spool.handle import Spool
+from spool.handle import open as open_spool
+from spool.observe import Read
+from spool.train.delivery import memory
+from spool.train.delivery.filling import Prepared, fill, prepare
+from spool.train.delivery.group import Group, Over, Rank
+from spool.train.delivery.link import Link
+from spool.train.delivery.messages import Bye, Failed, Failure, Finish, Hello, Ready, Released, Submit
+from spool.train.delivery.work import Settings, Work
+
+log = logging.getLogger("spool.train.delivery")
+
+_decode = msgspec.msgpack.Decoder(Work).decode
+
+
+class Reorganiser:
+    """Serves the ranks that connect to a socket until all have left.
+
+    Args:
+        listener: a Unix socket that listens; closed when all ranks have come, so that its name is free again.
+        settings: what they want.
+    """
+
+    def __init__(self, listener: socket.socket, settings: Settings) -> None:
+        self._listener, self._settings = listener, settings
+        self._group = Group(settings.n_ranks, settings.depth)
+        self._fetched_bytes = 0
+
+    def run(self) -> bool:
+        """Serve; return whether all went well."""
+        reading = threading.Thread(target=self._guarded(self._produce), name="spool-feed-read", daemon=True)
+        reading.start()
+        with self._listener:
+            self._guarded(self._accept_all)()
+        self._group.wait_until_left()
+        return not self._group.failed
+
+    def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return ``work`` such that whatever is wrong with it reaches the ranks."""
+
+        def guarded() -> None:
+            try:
+                work()
+            except Over:
+                pass
+            except BaseException as error:
+                if not isinstance(error, SpoolError):
+                    log.exception("a feed's reorganiser failed")
+                self._group.fail(error)
+
+        return guarded
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        """Let ranks in until all are there.
+
+        Raises:
+            DeliveryError: one did not come in time.
+        """
+        deadline = time.monotonic() + self._settings.join_timeout_s
+        while not self._group.complete and not self._group.failed:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeliveryError(
+                    f"ranks tp={self._group.absent} of {self._group.n_ranks} that share this feed did not come within "
+                    f"{self._settings.join_timeout_s:g} s: do they call connect with the same name, spool, mesh and "
+                    "place? Say how many ranks are on this node (connect(n_ranks=))"
+                )
+            self._listener.settimeout(min(left, 0.5))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(None)
+            self._admit(Link(connection))
+
+    def _admit(self, link: Link) -> None:
+        """Let a rank in, or tell it why not."""
+        try:
+            hello, _ = link.receive()
+        except EOFError:
+            return
+        if not isinstance(hello, Hello) or not link.same_user:
+            link.close()
+            return
+        rank = Rank(hello.tp, hello.pid, link)
+        try:
+            self._check(rank, hello.settings)
+            self._group.join(rank)
+        except DeliveryError as error:
+            link.send(Failure.of(error))
+            link.close()
+            return
+        threading.Thread(target=self._serve, args=(rank,), name=f"spool-feed-tp{rank.tp}", daemon=True).start()
+
+    def _check(self, rank: Rank, settings: Settings) -> None:
+        ours, theirs = msgspec.structs.asdict(self._settings), msgspec.structs.asdict(settings)
+        differ = [
+            f"{name}={theirs[name]!r}, the first one {ours[name]!r}" for name in ours if ours[name] != theirs[name]
+        ]
+        if differ:
+            raise DeliveryError(
+                f"{rank} wants {'; '.join(differ)}: the ranks of a place have to call connect with the same arguments"
+            )
+
+    def _serve(self, rank: Rank) -> None:
+        """Listen to a rank until it is gone; one that contradicts another is told so before it goes."""
+        self._guarded(lambda: self._listen(rank))()
+        with suppress(EOFError):
+            while True:
+                rank.link.receive()
+        self._group.leave(rank)
+        rank.link.close()
+
+    def _listen(self, rank: Rank) -> None:
+        """Take in what a rank says, until it leaves.
+
+        Raises:
+            DeliveryError: it died, or says that it failed, or what it says contradicts another one.
+        """
+        try:
+            while True:
+                message, _ = rank.link.receive()
+                if isinstance(message, Submit):
+                    self._group.submit(rank, message.number, message.work)
+                elif isinstance(message, Finish):
+                    self._group.finish(rank, message.n)
+                elif isinstance(message, Released):
+                    self._group.released(rank, message.serial)
+                elif isinstance(message, Failed):
+                    raise DeliveryError(f"{rank} of this feed failed: {message.reason}")
+                elif isinstance(message, Bye):
+                    return
+        except EOFError:
+            if not self._group.over:
+                raise DeliveryError(f"{rank} of this feed died") from None
+
+    # -- micro-batches -----------------------------------------------------------------------------------------------
+
+    def _produce(self) -> None:
+        """Make all micro-batches, in order."""
+        spool = open_spool(self._settings.uri, create=False, readonly=True, observer=self._observe)
+        serials = count()
+        for number in count():
+            work = self._group.work(number)
+            if work is None:
+                self._group.end()
+                return
+            prepared = prepare(spool, _decode(work), self._settings)
+            for micro in range(len(prepared.arrangements)):
+                self._group.wait_for_room()
+                self._make(spool, prepared, next(serials), number, micro)
+
+    def _make(self, spool: Spool, prepared: Prepared, serial: int, mini_batch: int, number: int) -> None:
+        arrangement, before = prepared.arrangements[number], self._fetched_bytes
+        fd = memory.create(arrangement.n_bytes)
+        try:
+            into = memory.writing(fd, arrangement.n_bytes)
+            fill(spool, prepared, number, self._settings, into)
+            into.close()
+            memory.seal(fd)
+            fetched = self._fetched_bytes - before
+            self._group.hand_out(
+                Ready(serial, mini_batch, number, arrangement.arrays, arrangement.n_bytes, fetched), fd
+            )
+        finally:
+            os.close(fd)
+
+    def _observe(self, event: object) -> None:
+        if isinstance(event, Read):
+            self._fetched_bytes += sum(event.fetched_bytes.values())

@@ -1,0 +1,120 @@
+"""What ranks tell a reorganiser: how they want micro-batches, and the mini-batches to come. Plain data."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from spool.arguments import instance, listed
+from spool.errors import InputError
+from spool.model.moe import MoEShape
+from spool.model.refs import SegmentRef, StepRef
+from spool.train.gaps import Missing
+from spool.train.items import items_of
+from spool.train.planner import Place, Plan, RankPlan
+from spool.train.shares import Share
+from spool.train.versions import VersionOrder, version_order
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """How the ranks of a group want their micro-batches; all of them the same.
+
+    Attributes:
+        uri: of the spool, with its options.
+        n_ranks: ranks that share this reorganiser.
+        fields: names; all that any reference of a mini-batch has where None.
+        depth: micro-batches that may be in memory at a time, those that ranks still hold included.
+        memory_bytes: most that these may take; None for what the machine has free.
+        dtype: ``stored``, narrow, or ``train``.
+        missing, mask_versions, verify: as `restore` takes them.
+        experts: the routing shape, needed only where no reference has routing.
+        pad_token_id: stands in ``token_ids`` for padding.
+        join_timeout_s: how long ranks may take to come.
+    """
+
+    uri: str
+    n_ranks: int
+    fields: tuple[str, ...] | None = None
+    depth: int = 2
+    memory_bytes: int | None = None
+    dtype: Literal["stored", "train"] = "stored"
+    missing: Missing = "error"
+    mask_versions: Literal["all", "last"] | int = "all"
+    verify: Literal["whole", "always", "never"] = "whole"
+    experts: MoEShape | str | None = None
+    pad_token_id: int = 0
+    join_timeout_s: float = 60.0
+
+
+class Work(Struct, frozen=True, kw_only=True):
+    """A mini-batch, as the ranks that share a reorganiser get it.
+
+    Attributes:
+        plan: what they consume; the place is that of their first one.
+        refs: the sequences, by their number in the plan, None for a sample that failed; and the one of the mini-batch
+            that says most of its fields, so that ranks which have only padding know what they have.
+        split: whether ranks have parts of sequences only.
+        version: of the current weights, as `restore` takes it.
+    """
+
+    plan: RankPlan
+    refs: dict[int, StepRef | SegmentRef | None]
+    split: bool
+    version: str | tuple[str, ...] | None
+
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """One for each micro-batch."""
+        return self.plan.shares
+
+    @property
+    def layers(self) -> slice | None:
+        """Absolute layers that are read; None for all."""
+        return None if self.plan.stage is None else slice(*self.plan.stage)
+
+    @property
+    def order(self) -> VersionOrder:
+        """How the weight versions of its sequences are ordered."""
+        return version_order([ref for ref in self.refs.values() if ref is not None], self.version)
+
+
+def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object) -> Work:
+    """Return what the ranks at a place consume of a mini-batch.
+
+    Args:
+        plan: of the mini-batch.
+        place: of one of them.
+        chunk: of their model chunks.
+        refs: all sequences of the plan, None for samples that failed.
+        version: of the current weights, as `restore` takes it.
+
+    Raises:
+        InputError: the references are not those that were planned; names the first that is not.
+    """
+    mine = instance("plan", plan, Plan, "what spool.train.plan returned").rank(place._replace(tp=0), chunk=chunk)
+    known = (StepRef, SegmentRef, type(None))
+    given: list[Any] = listed("refs", refs, known, "the references that were planned, None for samples that failed")
+    if len(given) != len(plan.items):
+        raise InputError(f"the plan is of {len(plan.items)} sequences, and refs= has {len(given)}: pass all of them")
+    for number, (ref, item) in enumerate(zip(given, plan.items, strict=True)):
+        if ref is not None and items_of([ref])[0].n_rows != item.n_rows:
+            raise InputError(
+                f"entry {number} of refs has {ref.n_rows} rows, and was planned with {item.n_rows}: pass the "
+                "references in the order in which they were planned",
+                entry=number, expected=item.n_rows, got=ref.n_rows,
+            )  # fmt: skip
+    telling = sorted((-len(ref.extents), number) for number, ref in enumerate(given) if ref is not None)[:1]
+    needed = sorted({item for share in mine.shares for item in share.items} | {number for _, number in telling})
+    return Work(
+        plan=mine, refs={number: given[number] for number in needed}, split=plan.mesh.cp > 1,
+        version=_version(version),
+    )  # fmt: skip
+
+
+def _version(version: Any) -> str | tuple[str, ...] | None:
+    if version is None or isinstance(version, str):
+        return version
+    if isinstance(version, int) and not isinstance(version, bool):
+        return str(version)
+    return tuple(listed("version", version, str, "a version, or all of them, oldest first"))

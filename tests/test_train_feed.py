@@ -1,0 +1,827 @@
+"""Delivery: what a rank gets is what was recorded, in its place; read once, mapped by all ranks of a place, ahead."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import add, counting, session
+from training import N_EXPERTS, N_LAYERS, TOPK, plain_ids, with_gap, with_unit
+
+import spool
+from spool import train
+from spool.errors import CapacityError, ConfigError, DeliveryError, GapError, InputError, NotFoundError
+from spool.model.fields import FieldSpec
+from spool.train import Mesh, Place, plan
+from spool.train.delivery import memory
+from spool.train.delivery.filling import fill, prepare
+from spool.train.delivery.work import Settings, work_of
+
+ALL = ("token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions", "staleness")
+
+
+def record(sp, lengths=(9, 14, 3, 21, 30, 12), version="7"):
+    """Return the references of sessions with so many tokens, a third of them generated."""
+    refs = []
+    for number, n in enumerate(lengths):
+        s = session(sp, None)
+        generated = max(n // 3, 1)
+        add(s, counting(n - generated, 100 * number), counting(generated, 5000 + 100 * number), weight_version=version)
+        refs += s.finalize()
+    return refs
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A spool, and references of all kinds: units, a gap, several versions, lengths from 1 on."""
+    sp = spool.open(f"file://{tmp_path_factory.mktemp('feed')}/s")
+    refs = record(sp)
+    refs += [with_unit(sp)[0], with_gap(sp, weight_version="9")]
+    refs += [refs[3].head(1), refs[3].head(2), refs[0].head(0), refs[4].head(25)]
+    yield sp, refs
+    sp.close()
+
+
+# -- what a share holds ------------------------------------------------------------------------------------------------
+
+
+def filled(sp, planned, refs, place, **options):
+    """Return the arrays of each share of a rank, read without a feed."""
+    wanted = Settings(uri="", n_ranks=1, **options)
+    prepared = prepare(sp, work_of(planned, place, 0, refs, "10"), wanted)
+    found = []
+    for number, arrangement in enumerate(prepared.arrangements):
+        memory_of_it = bytearray(b"\xaa" * arrangement.n_bytes)
+        fill(sp, prepared, number, wanted, memory_of_it)
+        found.append({array.name: array.view(memory_of_it) for array in arrangement.arrays})
+    return found
+
+
+def token_at(ref, row):
+    """Return which token a row of a sequence belongs to."""
+    for unit in ref.units:
+        if row >= unit.position + unit.n_rows:
+            row -= unit.n_rows - 1
+        elif row >= unit.position:
+            return unit.position
+    return row
+
+
+def plain(name, whole, ref, row, behind):
+    """Return what a row holds, by the rules of the guide; ``row`` is None for padding."""
+    if name == "routed_experts":
+        if row is not None and row < ref.n_rows - 1:
+            return whole[row].tolist()
+        return [[plain_ids(behind, layer, k) for k in range(TOPK)] for layer in range(N_LAYERS)]
+    if row is None:
+        return -1 if name == "weight_versions" else 0
+    token = token_at(ref, row)
+    if name == "logprobs":
+        return whole[token - ref.response_start] if token >= ref.response_start else 0
+    return whole[token]
+
+
+def check(share, arrays, refs, samples):
+    at = 0
+    for (start, stop), number in zip(share.positions, share.sequences, strict=True):
+        item = share.items[number] if number < len(share.items) else None
+        for position in range(start, stop):
+            ref = None if item is None else refs[item]
+            real = ref is not None and position < ref.n_rows
+            behind = 0 if real else position - (0 if ref is None else ref.n_rows)
+            for name in ALL:
+                whole = samples[item][name] if ref is not None else None
+                want = plain(name, whole, ref, position if real else None, behind)
+                assert arrays[name][at].tolist() == want, (name, at, position)
+            assert arrays["position_ids"][at] == position
+            at += 1
+    assert at == share.n_rows
+    assert arrays["cu_seqlens"].tolist() == share.cu_seqlens.tolist()
+    assert arrays["cu_seqlens_padded"].tolist() == share.cu_seqlens_padded.tolist()
+
+
+def whole_samples(sp, refs, missing):
+    """Return every field of each sequence, as `restore` gives them."""
+    found = train.restore(sp, refs, "nested", version="10", missing=missing, fields=list(ALL))
+    return [{name: found[name][number] for name in ALL} for number in range(len(refs))]
+
+
+@st.composite
+def cases(draw):
+    mesh = Mesh(dp=draw(st.integers(1, 2)), cp=draw(st.integers(1, 3)), tp=draw(st.integers(1, 2)))
+    layout, split = draw(st.sampled_from(["packed", "padded"])), draw(st.sampled_from(["zigzag", "contiguous"]))
+    if layout == "packed" and draw(st.booleans()):
+        split = "micro_batch"
+    chosen = draw(st.lists(st.integers(0, 11), min_size=1, max_size=8))
+    return mesh, layout, split, chosen, draw(st.sampled_from([{"n_micro": 2}, {"max_tokens": 72}]))
+
+
+@given(cases(), st.sampled_from(["mask", "arange"]))
+@settings(max_examples=60, deadline=None)
+def test_every_row_of_every_rank_is_what_was_recorded(recorded, case, missing):
+    sp, refs = recorded
+    mesh, layout, split, chosen, limit = case
+    own = [refs[number] for number in [*chosen, 4] if missing == "mask" or number != 7]
+    planned = plan(own, mesh, layout=layout, split=split, **limit)
+    samples = whole_samples(sp, own, missing)
+    for dp, cp in product(range(mesh.dp), range(mesh.cp)):
+        place = Place(dp=dp, cp=cp)
+        found = filled(sp, planned, own, place, fields=ALL, missing=missing)
+        shares = planned.rank(place).shares
+        assert len(found) == len(shares)
+        for share, arrays in zip(shares, found, strict=True):
+            check(share, arrays, own, samples)
+
+
+def test_a_stage_gets_its_layers_narrow_or_wide(recorded):
+    sp, refs = recorded
+    mesh = Mesh(cp=2, pp=2, stages=(1, 2))
+    planned = plan(refs[:4], mesh, n_micro=2)
+    whole = sp.read(refs[:4], fields=["routed_experts"])
+    for dtype, kind in [("stored", np.uint8), ("train", np.int32)]:
+        for pp, layers in [(0, slice(0, 1)), (1, slice(1, 3))]:
+            place = Place(cp=1, pp=pp)
+            found = filled(sp, planned, refs[:4], place, fields=("routed_experts",), dtype=dtype)
+            for share, arrays in zip(planned.rank(place).shares, found, strict=True):
+                got = arrays["routed_experts"]
+                assert got.dtype == kind and got.shape == (share.n_rows, layers.stop - layers.start, TOPK)
+                for piece in share.pieces:
+                    want = whole[piece.item]["routed_experts"][piece.row : piece.row + piece.n_forward, layers]
+                    assert (got[piece.to : piece.to + piece.n_forward] == want).all()
+
+
+def test_routing_is_that_of_the_lazy_form(recorded):
+    sp, refs = recorded
+    own, mesh = refs[:6], Mesh(cp=2, tp=2)
+    planned = plan(own, mesh, n_micro=1, sequence_multiple=4, micro_multiple=8)
+    for cp, tp in product(range(2), range(2)):
+        (arrays,) = filled(sp, planned, own, Place(cp=cp), fields=("routed_experts",))
+        mine = planned.rank(Place(cp=cp, tp=tp))
+        (share,) = mine.shares
+        lazy = train.LazyRouting(
+            sp, [own[item] for item in share.items], framework="numpy", tp_rank=tp, tp_size=2, pad_to=2,
+            rank_slice=train.RankSlice(cp_rank=cp, cp_size=2),
+        )  # fmt: skip
+        rows = mine.router_rows(share)
+        real = [row - rows.start for piece in share.pieces for row in range(piece.to, piece.to + piece.n_forward)]
+        real = [row for row in real if 0 <= row < rows.stop - rows.start]
+        for layer in lazy.layers:
+            assert (lazy.read(layer)[real] == arrays["routed_experts"][rows, layer][real]).all()
+
+
+def test_old_weights_and_missing_rows_do_not_train(recorded):
+    sp, refs = recorded
+    own, mesh = [refs[0], refs[7]], Mesh()
+    planned = plan(own, mesh, n_micro=1)
+    (share,) = planned.rank(0).shares
+    for rule in ("all", "last", 1):
+        (arrays,) = filled(sp, planned, own, Place(), fields=ALL, missing="mask", mask_versions=rule)
+        want = train.restore(
+            sp, own, "nested", version="10", missing="mask", mask_versions=rule, fields=list(ALL)
+        )["loss_mask"]  # fmt: skip
+        for number, item in enumerate(share.items):
+            begin = int(share.cu_seqlens_padded[number])
+            assert arrays["loss_mask"][begin : begin + own[item].n_tokens].tolist() == want[item].tolist()
+
+
+def test_positions_count_from_the_beginning_of_the_share(open_spool):
+    sp = open_spool(fields=[FieldSpec(name="parent", dtype="int32", align="token", positions=True)])
+    refs = []
+    for n in (3, 5):
+        s = session(sp, None)
+        add(s, counting(n), [7, 8], fields={"parent": np.arange(n + 2, dtype=np.int32) - 1})
+        refs += s.finalize()
+    planned = plan(refs, Mesh(tp=4), n_micro=1)
+    (arrays,) = filled(sp, planned, refs, Place(), fields=("parent",))
+    (share,) = planned.rank(0).shares
+    for piece in share.pieces:
+        got = arrays["parent"][piece.to : piece.to + piece.n_rows]
+        assert got.tolist() == [-1, *range(piece.to, piece.to + piece.n_rows - 1)]
+    with pytest.raises(InputError, match="parts of the sequence"):
+        filled(sp, plan(refs, Mesh(cp=2), n_micro=1), refs, Place(), fields=("parent",))
+
+
+def test_a_failed_sample_is_padding(recorded):
+    sp, refs = recorded
+    own, lengths = [refs[0], None], [refs[0], 12]
+    planned = plan(lengths, Mesh(cp=2), n_micro=1)
+    for cp in range(2):
+        (arrays,) = filled(sp, planned, own, Place(cp=cp), fields=ALL)
+        (share,) = planned.rank(Place(cp=cp)).shares
+        real = [row for piece in share.pieces if piece.item == 0 for row in range(piece.to, piece.to + piece.n_rows)]
+        others = [row for row in range(share.n_rows) if row not in real]
+        assert not arrays["loss_mask"][others].any() and (arrays["weight_versions"][others] == -1).all()
+        assert (arrays["routed_experts"][others] < N_EXPERTS).all()
+        assert len({tuple(row.ravel()) for row in arrays["routed_experts"][others]}) > 1
+
+
+def test_fields_that_have_no_row_for_each_position_are_refused(open_spool):
+    ragged = FieldSpec(name="kept_ids", dtype="int32", align="token", ragged=True)
+    a_step = FieldSpec(name="score", dtype="float32", align="step")
+    sp = open_spool(fields=[ragged, a_step])
+    s = session(sp, None)
+    add(s, counting(3), [7], fields={"kept_ids": [[1], [2, 3], [], [4]], "score": 1.0})
+    refs = s.finalize()
+    planned = plan(refs, Mesh(), n_micro=1)
+    for name in ("kept_ids", "score"):
+        with pytest.raises(InputError, match=f"{name} has .*leave it out"):
+            filled(sp, planned, refs, Place(), fields=(name,))
+
+
+def test_segments_are_chosen_before_they_are_planned(open_spool):
+    sp = open_spool()
+    fresh, old = record(sp, lengths=(9,), version="9")[0], record(sp, lengths=(9,), version="4")[0]
+    s = session(sp, None)
+    add(s, counting(3), [7], weight_version="9")
+    (aborted,) = s.finalize(outcome="aborted")
+    refs = [fresh, old, aborted]
+    assert train.select(refs) == refs
+    assert train.select(refs, drop=["aborted"]) == [fresh, old]
+    assert train.select(refs, max_staleness=2, version="10") == [fresh, aborted]
+    with pytest.raises(InputError, match="version="):
+        train.select(refs, max_staleness=2)
+    with pytest.raises(InputError, match="drop='late' is none of"):
+        train.select(refs, drop=["late"])
+
+
+# -- a feed ------------------------------------------------------------------------------------------------------------
+
+
+def ranks(uri, mesh, consume, places=None, **options):
+    """Let each rank consume a feed in a thread of its own; return what ``consume`` returned, or what it raised."""
+    found: dict = {}
+
+    def run(rank):
+        try:
+            with train.connect(uri, mesh, rank, framework="numpy", **options) as feed:
+                found[rank] = consume(feed, rank)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in places or range(mesh.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_all_ranks_of_a_place_get_the_same_micro_batches_and_together_the_whole(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(dp=1, cp=2, tp=2)
+    planned = plan(refs, mesh, max_tokens=48)
+
+    def consume(feed, rank):
+        feed.submit(planned, refs, version="8")
+        feed.finish()
+        return [(micro.number, micro.share, {name: micro[name].copy() for name in micro}) for micro in feed]
+
+    found = ranks(sp.config.uri, mesh, consume)
+    whole = {number: sp.read(ref) for number, ref in enumerate(refs)}
+    for rank, micros in enumerate(found):
+        assert [number for number, _, _ in micros] == list(range(planned.n_micro))
+        assert {name: value.tolist() for name, value in micros[0][2].items()} == {
+            name: value.tolist() for name, value in found[rank ^ 1][0][2].items()
+        }
+    seen = {number: np.zeros(ref.n_tokens, int) for number, ref in enumerate(refs)}
+    for micros in found[::2]:
+        for _, share, arrays in micros:
+            for piece in share.pieces:
+                rows = slice(piece.to, piece.to + piece.n_rows)
+                assert (arrays["token_ids"][rows] == whole[piece.item]["token_ids"][piece.tokens]).all()
+                assert arrays["staleness"][rows].max() <= 1
+                seen[piece.item][piece.tokens] += 1
+    assert all((counts == 1).all() for counts in seen.values())
+
+
+def test_lengths_of_0_to_3_tokens_and_ranks_that_hold_padding_only(open_spool):
+    sp = open_spool()
+    base = record(sp, lengths=(8,))[0]
+    refs, mesh = [base.head(n) for n in (0, 1, 2, 3)], Mesh(cp=2, tp=2)
+    planned = plan(refs, mesh, n_micro=1)
+    assert planned.batches[0][0].n_rows == 4 * 8
+
+    def consume(feed, rank):
+        feed.submit(planned, refs)
+        feed.finish()
+        (micro,) = [(micro.share, {name: micro[name].copy() for name in micro}) for micro in feed]
+        return micro
+
+    found = ranks(sp.config.uri, mesh, consume)
+    back = {item: {} for item in range(4)}
+    for share, arrays in found[::2]:
+        assert arrays["token_ids"].shape == (16,) and arrays["routed_experts"].shape == (16, N_LAYERS, TOPK)
+        for piece in share.pieces:
+            for row in range(piece.n_rows):
+                back[piece.item][piece.row + row] = int(arrays["token_ids"][piece.to + row])
+    tokens = sp.read(base)["token_ids"].tolist()
+    for item, rows in back.items():
+        assert [rows[row] for row in sorted(rows)] == tokens[: refs[item].n_tokens]
+
+
+def test_each_slice_is_read_once_whatever_the_number_of_ranks(open_spool):
+    shape = spool.MoEShape(num_layers=47, num_experts=64, topk=4)
+    sp = open_spool()
+    refs, rng = [], np.random.default_rng(1)
+    for _ in range(4):
+        s = sp.session(session_id=None, experts=shape)
+        experts = np.argsort(rng.random((4095, 47, 64), np.float32), axis=-1)[..., :4].astype(np.int32)
+        s.append(prompt_token_ids=range(4000), response_token_ids=range(96), routed_experts=experts)
+        refs += s.finalize()
+    sp.flush()
+    mesh = Mesh(cp=2, tp=4)
+    planned = plan(refs, mesh, n_micro=4)
+
+    def consume(feed, rank):
+        feed.submit(planned, refs)
+        feed.finish()
+        for _ in feed:
+            pass
+        return feed.stats
+
+    found = ranks(sp.config.uri, mesh, consume, fields=["routed_experts"])
+    total = sum(ref.n_rows - 1 for ref in refs) * 47 * 4
+    for stats in found:
+        assert stats.n_micro == 4 and stats.fetched_bytes <= total / 2 * 1.02
+    per_place = [found[0].fetched_bytes, found[4].fetched_bytes]
+    assert total <= sum(per_place) <= total * 1.02
+
+
+def test_ranks_map_the_same_pages_and_cannot_change_each_others(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    planned = plan(refs, mesh, n_micro=1)
+    turn = threading.Barrier(2)
+    inodes = {}
+
+    def consume(feed, rank):
+        feed.submit(planned, refs)
+        feed.finish()
+        for micro in feed:
+            before = micro["token_ids"].copy()
+            turn.wait(20)
+            with open("/proc/self/maps", encoding="ascii") as maps:
+                inodes[rank] = {line.split()[4] for line in maps if "memfd:spool-micro-batch" in line}
+            turn.wait(20)
+            if rank == 0:
+                micro["token_ids"][:] = -5
+                micro["loss_mask"].fill(0)
+            turn.wait(20)
+            if rank == 1:
+                assert (micro["token_ids"] == before).all() and micro["loss_mask"].any()
+            assert micro["token_ids"].flags.writeable
+            turn.wait(20)
+        return before
+
+    found = ranks(sp.config.uri, mesh, consume)
+    assert (found[0] == found[1]).all() and len(inodes[0]) == 1 and inodes[0] == inodes[1]
+
+
+def test_memory_is_bounded_by_depth_and_free_when_arrays_are_gone(open_spool):
+    sp = open_spool()
+    refs = record(sp, lengths=(40,) * 12)
+    mesh = Mesh()
+    planned = plan(refs, mesh, n_micro=6)
+
+    def mappings():
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            return sum("memfd:spool-micro-batch" in line for line in maps)
+
+    def consume(feed, rank):
+        feed.submit(planned, refs)
+        feed.finish()
+        counts, kept = [], []
+        for micro in feed:
+            time.sleep(0.05)
+            counts.append(mappings())
+            kept = [micro["token_ids"][3:5]]
+        del micro
+        assert feed.stats.held_bytes > 0
+        kept.clear()
+        gc.collect()
+        assert feed.stats.held_bytes == 0 and mappings() == 0
+        return counts
+
+    (counts,) = ranks(sp.config.uri, mesh, consume, depth=3)
+    assert len(counts) == 6 and max(counts) == 3
+
+
+def test_who_holds_everything_and_asks_for_more_is_told(open_spool):
+    sp = open_spool()
+    refs = record(sp)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, Mesh(), n_micro=3), refs)
+        feed.finish()
+        return list(feed)
+
+    (error,) = ranks(sp.config.uri, Mesh(), consume)
+    assert isinstance(error, InputError) and "holds arrays of 2 micro-batches" in str(error)
+
+
+def test_mini_batches_arrive_while_earlier_ones_train(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp, lengths=(9,) * 8), Mesh(tp=2)
+    plans = [plan(refs[at : at + 2], mesh, n_micro=2, mini_batch=at // 2) for at in range(0, 8, 2)]
+
+    def consume(feed, rank):
+        seen = []
+        feed.submit(plans[0], refs[:2])
+        for number in range(4):
+            if number < 3 and rank == 0:  # one rank may say it for all
+                feed.submit(plans[number + 1], refs[2 * number + 2 : 2 * number + 4])
+            seen += [(micro.plan.mini_batch, micro.number, micro.refs) for micro in feed.mini_batch()]
+        if rank == 0:
+            feed.finish()
+        assert list(feed.mini_batch()) == [] and list(feed) == []
+        return seen
+
+    found = ranks(sp.config.uri, mesh, consume)
+    assert found[0] == found[1]
+    assert [(mini, number) for mini, number, _ in found[0]] == [(at // 2, at % 2) for at in range(8)]
+    assert {ref.session_id for _, _, own in found[0] for ref in own} == {ref.session_id for ref in refs}
+
+
+def test_a_mini_batch_with_nothing_in_it(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(cp=2)
+    planned = [plan([], mesh, n_micro=2), plan(refs, mesh, n_micro=1)]
+
+    def consume(feed, rank):
+        feed.submit(planned[0], [])
+        feed.submit(planned[1], refs)
+        feed.finish()
+        return [(micro["token_ids"].tolist(), micro["loss_mask"].any()) for micro in feed]
+
+    for found in ranks(sp.config.uri, mesh, consume, fields=["token_ids", "loss_mask"]):
+        assert len(found) == 3 and not found[0][1] and set(found[0][0]) == {0}
+
+
+@pytest.mark.parametrize("names", [["token_ids", "loss_mask", "routed_experts"]])
+def test_as_tensors_with_the_routing_of_a_layer(open_spool, names):
+    torch = pytest.importorskip("torch")
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    planned = plan(refs, mesh, n_micro=1)
+    for tp in range(2):
+        with (
+            train.connect(sp.config.uri, mesh, Place(tp=tp), fields=names, n_ranks=1, name=str(tp))
+            if tp == 0
+            else (train.connect(sp.config.uri, Mesh(), 0, fields=names)) as feed
+        ):
+            own = plan(refs, feed_mesh := (mesh if tp == 0 else Mesh()), n_micro=1)
+            feed.submit(own, refs)
+            feed.finish()
+            for micro in feed:
+                assert all(isinstance(value, torch.Tensor) for value in micro.values())
+                assert micro["routed_experts"].dtype == torch.uint8
+                rows = micro.plan.router_rows(micro.share)
+                assert rows == slice(0, micro.share.n_rows // feed_mesh.tp)
+                for layer in micro.layers:
+                    got = micro.layer(layer).materialize_for_routing_replay("forward")
+                    assert got.dtype == torch.int32
+                    assert torch.equal(got, micro["routed_experts"][rows, layer].int())
+                with pytest.raises(InputError, match="layer must be one of 0 to 2"):
+                    micro.layer(3)
+    assert planned.n_micro == 1
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_checked_where_they_come_in(open_spool):
+    sp = open_spool()
+    uri = sp.config.uri
+    for options, words in [
+        ({"depth": 1}, "depth must be at least 2"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"missing": 0}, "missing must be one of"),
+        ({"mask_versions": -1}, "mask_versions must be"),
+        ({"framework": "jax"}, "framework must be one of"),
+        ({"memory_bytes": "much"}, "much"),
+        ({"n_ranks": 0}, "tp_size must be at least 1"),
+        ({"fields": "token_ids"}, "list of names"),
+    ]:
+        with pytest.raises((InputError, ConfigError), match=words):
+            train.connect(uri, Mesh(), 0, **{"framework": "numpy", **options})
+    with pytest.raises(InputError, match="rank must be in"):
+        train.connect(uri, Mesh(), 1, framework="numpy")
+    with pytest.raises(InputError, match="mesh must be a Mesh"):
+        train.connect(uri, None, 0, framework="numpy")
+
+
+def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
+    sp = open_spool()
+    refs = record(sp)
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy") as feed:
+        with pytest.raises(InputError, match="another mesh"):
+            feed.submit(plan(refs, Mesh(cp=2), n_micro=1), refs)
+        planned = plan(refs, Mesh(), n_micro=1)
+        with pytest.raises(InputError, match="the plan is of 6 sequences, and refs= has 5"):
+            feed.submit(planned, refs[:5])
+        with pytest.raises(InputError, match="entry 0 of refs has 14 rows, and was planned with 9"):
+            feed.submit(planned, [refs[1], refs[0], *refs[2:]])
+        feed.submit(planned, refs)
+        feed.finish()
+        with pytest.raises(InputError, match="no more mini-batches"):
+            feed.submit(planned, refs)
+        assert len([micro.number for micro in feed]) == 1
+    with pytest.raises(InputError, match="closed"):
+        feed.submit(planned, refs)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"fields": ["tokens"]}, NotFoundError, "tokens"),
+        ({"fields": ["routed_experts"]}, GapError, "was never sent"),
+        ({"fields": ["token_ids"], "memory_bytes": 4096}, CapacityError, "memory_bytes= has 4 KiB"),
+    ],
+)
+def test_what_is_wrong_with_reading_reaches_every_rank(open_spool, options, kind, words):
+    sp = open_spool()
+    refs, mesh = [*record(sp), with_gap(sp)], Mesh(tp=2)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=2), refs)
+        feed.finish()
+        return list(feed)
+
+    for error in ranks(sp.config.uri, mesh, consume, **options):
+        assert type(error) is kind and words in str(error)
+
+
+def test_memory_that_is_not_there_is_said_before_it_is_used(recorded, monkeypatch):
+    sp, refs = recorded
+    planned = plan(refs[:2], Mesh(), n_micro=1)
+    monkeypatch.setattr(memory, "room", lambda: memory.Room(100, "control group /job"))
+    with pytest.raises(CapacityError, match=r"needs .* of memory, and control group /job has 100 B free") as caught:
+        filled(sp, planned, refs[:2], Place(), fields=ALL)
+    assert caught.value.details["free"] == 100 and caught.value.details["place"] == "control group /job"
+    monkeypatch.undo()
+    found = memory.room()
+    assert 0 < found.n_bytes < 1 << 50 and found.place
+    with pytest.raises(CapacityError, match="a micro-batch needs 1 PiB of memory"):
+        memory.create(1 << 50)
+
+
+def test_sealed_memory_cannot_be_cut_or_changed():
+    fd = memory.create(8192)
+    into = memory.writing(fd, 8192)
+    into[:3] = b"abc"
+    into.close()
+    memory.seal(fd)
+    mapped = memory.reading(fd, 8192)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(fd, 0)
+    with pytest.raises(OSError, match="not permitted"):
+        mmap.mmap(fd, 8192, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapped[:1] = b"x"
+    assert os.pread(fd, 3, 0) == b"abc"
+    os.close(fd)
+
+
+def test_nothing_has_a_name_in_shared_memory(open_spool):
+    sp = open_spool()
+    before = set(os.listdir("/dev/shm"))
+    refs = record(sp)
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy") as feed:
+        feed.submit(plan(refs, Mesh(), n_micro=2), refs)
+        feed.finish()
+        for _ in feed:
+            assert set(os.listdir("/dev/shm")) <= before
+
+
+# -- who fails ---------------------------------------------------------------------------------------------------------
+
+RANK = """
+import sys, time
+from spool import train
+from spool.train import Mesh
+import pickle
+uri, path, rank, how = sys.argv[1:]
+mesh, planned, refs = pickle.load(open(path, "rb"))
+feed = train.connect(uri, mesh, int(rank), framework="numpy")
+try:
+    feed.submit(planned, refs)
+    for number, micro in enumerate(feed):
+        print("got", number, flush=True)
+        if how == "raise":
+            with feed:
+                raise ValueError("loss is NaN")
+        if how == "stall":
+            time.sleep(600)
+        time.sleep(0.2)
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+"""
+
+
+class Process:
+    """A rank in a process of its own."""
+
+    def __init__(self, uri, path, rank, how=""):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RANK, uri, str(path), str(rank), how], stdout=subprocess.PIPE, text=True
+        )
+
+    def until(self, words):
+        """Return the line that begins with ``words``; what was printed before is passed over."""
+        for line in self.process.stdout:
+            if line.startswith(words):
+                return line
+        raise AssertionError(f"the process ended, and never said {words!r}")
+
+    def last(self):
+        return self.process.communicate(timeout=30)[0].splitlines()[-1]
+
+
+@pytest.fixture
+def started(open_spool, tmp_path):
+    """Start ranks of one place in processes of their own."""
+    import pickle
+
+    sp = open_spool()
+    refs, mesh = record(sp, lengths=(30,) * 60), Mesh(tp=3)
+    planned = plan(refs, mesh, n_micro=60)
+    path = tmp_path / "plan"
+    path.write_bytes(pickle.dumps((mesh, planned, refs)))
+    processes = []
+
+    def start(*hows):
+        for rank, how in enumerate(hows):
+            processes.append(Process(sp.config.uri, path, rank, how))
+        return processes
+
+    yield start
+    for each in processes:
+        each.process.kill()
+        each.process.wait()
+
+
+def reorganisers(uri):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                line = file.read()
+        except OSError:
+            continue
+        if b"spool.train.delivery" in line and uri.encode() in line:
+            found.append(int(pid))
+    return found
+
+
+def test_a_killed_rank_is_named_to_the_others_within_seconds(started):
+    first, second, third = started("", "stall", "")
+    for each in (first, second, third):
+        each.until("got 0")
+    began = time.monotonic()
+    second.process.kill()
+    for each in (first, third):
+        line = each.until("DeliveryError")
+        assert f"rank tp=1 (process {second.process.pid}) of this feed died" in line
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_fails_says_why_to_the_others(started):
+    first, second, third = started("", "raise", "")
+    for each in (first, third):
+        line = each.until("DeliveryError")
+        assert f"rank tp=1 (process {second.process.pid}) of this feed failed: ValueError: loss is NaN" in line
+
+
+def test_a_killed_reader_is_said_to_all(started, spool_uri):
+    processes = started("", "", "")
+    for each in processes:
+        each.until("got 0")
+    (pid,) = reorganisers(spool_uri)
+    began = time.monotonic()
+    os.kill(pid, 9)
+    lines = [each.until("DeliveryError") for each in processes]
+    assert all("died" in line and "the process that reads" in line for line in lines)
+    assert sum("by signal 9" in line for line in lines) == 1 and time.monotonic() - began < 5
+
+
+def test_the_reader_ends_with_its_ranks(started, spool_uri):
+    processes = started("", "", "")
+    for each in processes:
+        each.until("got 0")
+    assert len(reorganisers(spool_uri)) == 1
+    for each in processes:
+        each.process.kill()
+    deadline = time.monotonic() + 10
+    while reorganisers(spool_uri):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_lost_data_is_the_same_error_on_all_ranks(open_spool, tmp_path):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    sp.flush()
+    for folder, _, files in os.walk(tmp_path):
+        for name in files:
+            if "/token_ids/c" in folder:
+                os.remove(os.path.join(folder, name))
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=2), refs)
+        feed.finish()
+        return [micro.number for micro in feed]
+
+    for error in ranks(sp.config.uri, mesh, consume, fields=["token_ids"]):
+        assert error.kind == "integrity" and "token_ids" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_named(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=3)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=2), refs)
+        return list(feed)
+
+    found = ranks(sp.config.uri, mesh, consume, places=(0, 2), join_timeout_s=1.5)
+    for error in found:
+        assert isinstance(error, DeliveryError) and "ranks tp=[1] of 3" in str(error) and "name" in str(error)
+
+
+def test_ranks_that_disagree_are_told(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+
+    def other_plan(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=1 + rank), refs)
+        return [micro.number for micro in feed]
+
+    for error in ranks(sp.config.uri, mesh, other_plan):
+        assert isinstance(error, DeliveryError) and "submitted different plans" in str(error)
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
+        for options, words in [({"place": 1, "depth": 3}, "depth=3, the first one 2"), ({"place": 0}, "takes part")]:
+            another = train.connect(sp.config.uri, mesh, framework="numpy", **options)
+            with pytest.raises(DeliveryError, match=words):
+                next(iter(another))
+            another.close()
+        assert feed.stats.n_micro == 0
+
+
+def test_a_planned_micro_batch_that_does_not_come_ends_the_wait(open_spool, spool_uri):
+    sp = open_spool()
+    refs = record(sp)
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy", timeout_s=2.0) as feed:
+        feed.submit(plan(refs, Mesh(), n_micro=6), refs)
+        deadline = time.monotonic() + 30
+        while not feed._incoming.qsize():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (pid,) = reorganisers(spool_uri)
+        os.kill(pid, 19)
+        try:
+            with pytest.raises(DeliveryError, match="no micro-batch came for 2 s"):
+                for _ in feed:
+                    pass
+        finally:
+            os.kill(pid, 18)
+
+
+def test_a_forked_child_does_not_keep_a_rank_alive(open_spool, spool_uri):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    errors = []
+
+    def other():
+        with train.connect(spool_uri, mesh, 0, framework="numpy") as feed:
+            feed.submit(plan(refs, mesh, n_micro=6), refs)
+            try:
+                for _ in feed:
+                    pass
+            except DeliveryError as error:
+                errors.append(error)
+
+    def rank():
+        feed = train.connect(spool_uri, mesh, 1, framework="numpy")
+        next(iter(feed))
+        if os.fork() == 0:
+            time.sleep(20)
+        os._exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=rank)
+    process.start()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(15)
+    assert not thread.is_alive() and "died" in str(errors[0])
+    process.join()
