@@ -17,14 +17,7 @@ from typing import NamedTuple
 from spool import locks
 from spool.model.units import UNITS, is_unit_key, unit_path
 from spool.points import reach
-from spool.stores.local import (
-    BLOCK,
-    aligned_buffer,
-    map_os_error,
-    pwrite_all,
-    set_direct,
-    sync_dir,
-)
+from spool.stores.local import BLOCK, aligned_buffer, map_os_error, pwrite_all, set_direct, sync_dir
 from spool.stores.vectors import preadv_all
 
 LARGE_BYTES = 1 << 20
