@@ -55,6 +55,8 @@ class Config(Struct, frozen=True, kw_only=True):
         verify_upload: an upload's ``size`` is read back, or (``always``) every byte.
         retention: which sealed packs may be deleted: ``keep`` none, ``released`` those that nobody needs any more,
             ``age=7d`` those older; ``released,age=7d`` either.
+        units_age_s: a multimodal unit that no live session names may be deleted when it was last put or named so long
+            ago; with ``retention=keep`` none is.
         publish_interval_s: publishing rolls a stream at most once in so long.
         grace_s: how long readers may finish before a deleted pack's objects leave the cold root.
         cold_concurrency: requests to the cold root at a time.
@@ -77,6 +79,7 @@ class Config(Struct, frozen=True, kw_only=True):
     spill_when: SpillWhen = "sealed"
     verify_upload: VerifyUpload = "size"
     retention: Retention = Retention()
+    units_age_s: float = 604_800.0
     publish_interval_s: float = 1.0
     grace_s: float = 60.0
     cold_concurrency: int = 16

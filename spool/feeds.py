@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from spool.catalog import Place
+from spool.catalog import Catalog, Place
 from spool.errors import StorageError
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
@@ -89,6 +89,13 @@ class Feeds:
                     error,
                 )
             self._ask_again_at = time.monotonic() + AGAIN_S
+
+    def are_whole(self, catalog: Catalog) -> bool:
+        """Whether the index has all that there is, as far as it was looked: no record is damaged or out of reach."""
+        rows = catalog.packs.rows()
+        unknown = any(not row.known for row in rows if row.state not in ("open", "gone"))
+        lost = any(problem.kind != "torn" for problem in self.hot.problems())
+        return not unknown and not lost and not (self.cold is not None and self.cold.damaged())
 
     def rebuild(self) -> list[Problem]:
         """Empty the index and feed it from the first event on; return what cannot be taken in.

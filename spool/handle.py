@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args, overload
 
 import msgspec
+from numpy.typing import NDArray
 
 from spool import arguments, audit
 from spool.audit import Report
@@ -50,6 +51,7 @@ from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.status import Status
 from spool.tiers import Tiers
+from spool.units import Units
 from spool.write.recover import Recovered, recover
 
 T = TypeVar("T")
@@ -134,6 +136,7 @@ class Spool:
         )
         self._known = Known(self._recorder, self._history)
         self._facts = Facts(self._recorder, fields, self._known, self._catalog.newest_late)
+        self._units = Units(config, self._feeds, self._recorder)
         self._tiers = Tiers(
             config,
             self._catalog,
@@ -142,6 +145,7 @@ class Spool:
             self._recorder,
             self._keeper,
             self._readers.store,
+            self._units,
             expire=self.expire_idle,
             withdraw=self._facts.withdraw,
             observer=observer,
@@ -238,6 +242,54 @@ class Spool:
         self._feeds.catch_up()
         return self._recorder.expire(self._catalog.idle(time.time()))
 
+    # -- multimodal units --------------------------------------------------------------------------------------------
+
+    def put_unit(self, array: Any) -> str:
+        """Store a multimodal unit (an image, a group of video frames) once, and return its key for ``append(units=)``.
+
+        The key follows from dtype, shape and values. Whoever puts an equal array, in whichever process and on whichever
+        node, gets the same key; where it is stored already nothing is written, and its age begins anew, as it does when
+        an append names it. It is there whole or not at all, and with ``durability=disk`` outlives a power cut.
+
+        Args:
+            array: a numpy or torch array of any shape: bool, integers, floats of 8 to 64 bits. It is read until this
+                returns, so nobody may change it meanwhile, and never kept.
+
+        Raises:
+            PayloadError: it is no array, or of another dtype.
+            CapacityError: no room within ``append_timeout_s``.
+            SessionStateError: the spool was opened to read only, or from its cold root.
+            StorageError: it cannot be written.
+        """
+        return self._units.put(array)
+
+    async def put_unit_async(self, array: Any) -> str:
+        """`put_unit` on Spool's own threads; waiting for room holds none of them."""
+        return await self._units.put_async(array, self._on_thread)
+
+    def read_unit(self, key: str) -> NDArray[Any]:
+        """Return a unit; see `read_units`."""
+        return self.read_units([key])[0]
+
+    def read_units(self, keys: Sequence[str]) -> list[NDArray[Any]]:
+        """Return units as numpy arrays, in the order of ``keys``: writable, and each its own.
+
+        They come from the hot tier, or else from the cold one, several at once. One that is named twice is read once.
+        Every byte is checked. Dtypes that numpy lacks are those of ml_dtypes.
+
+        Raises:
+            ReleasedError: one was deleted, as nobody named it any more.
+            NotFoundError: one was never put, or not published by the node that has it.
+            IntegrityError: one is damaged; names the file.
+            StorageError: a root cannot be read.
+        """
+        self._recorder.check_open()
+        return self._units.read(arguments.names("keys", keys))
+
+    async def read_units_async(self, keys: Sequence[str]) -> list[NDArray[Any]]:
+        """`read_units` on Spool's own threads."""
+        return await self._on_thread(lambda: self.read_units(keys))
+
     # -- late facts and the end --------------------------------------------------------------------------------------
 
     def annotate(self, session_id: str, /, *, segment: SegmentRef | None = None, **facts: Any) -> None:
@@ -317,6 +369,7 @@ class Spool:
 
         From then on they are read from any node. May be called from any process; those that wait share one roll of a
         stream every ``publish_interval_s``. Of another node's references it waits until that node has published them.
+        The multimodal units that they name are there too, as far as this node has them; it is logged which are nowhere.
 
         Args:
             refs: references of steps or segments.
@@ -541,6 +594,8 @@ class Spool:
     def verify(self, *, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Report:
         """Check that everything recorded is there, in the hot root or in the cold one.
 
+        Of multimodal units those that live sessions name; units whose keys are the caller's own are nobody's loss.
+
         Args:
             deep: re-read everything, check every checksum, and lint the routing.
             progress: called with bytes done and bytes in all.
@@ -549,7 +604,9 @@ class Spool:
             raise arguments.refused("progress", "a function of bytes done and bytes in all", progress)
         problems = self._look()
         states = {(row.stream, row.pack): row.state for row in self._catalog.packs.rows()}
-        recorded = audit.Recorded(self._history.events(), self._catalog.offsets(), states, problems)
+        recorded = audit.Recorded(
+            self._history.events(), self._catalog.offsets(), states, problems, self._tiers.named_units()
+        )
         return audit.verify(self._readers.store, self._tiers.cold_packs(states), recorded, deep=deep, progress=progress)
 
     def usage(self) -> list[dict[str, Any]]:
@@ -714,10 +771,11 @@ class Spool:
             late=catalog.late_events,
             tools_at=catalog.tools_at,
             whole=self._feeds.read_events,
+            unit=self._units.raw,
         )
 
     def gc(self, *, dry_run: bool = False, progress: Callable[[int, int], object] | None = None) -> list[Decision]:
-        """Delete the packs that ``retention`` lets go, in the hot and the cold root.
+        """Delete the packs that ``retention`` lets go, and the units that aged, in the hot and the cold root.
 
         From a hot root its own streams' packs; from a cold root all of them, which is for one process at a time.
 
@@ -726,7 +784,7 @@ class Spool:
             progress: called with bytes done and bytes in all.
 
         Returns:
-            What happened, or would, to each sealed pack, and why.
+            What happened, or would, to each sealed pack, and why; last, where units go, what they are together.
 
         Raises:
             StorageError: a root failed; call it again.
@@ -752,6 +810,7 @@ class Spool:
         finally:
             self._catalog.close()
             self._readers.close()
+            self._units.close()
 
     def __enter__(self) -> Self:
         return self
@@ -768,7 +827,8 @@ class Spool:
 def _check_copy(root: str) -> None:
     """Make the index of a new root, and check that all that it names is there."""
     with open(root) as made:
-        found = made.verify().findings
+        # a unit that is named and was not there to be copied is no fault of the copy
+        found = [finding for finding in made.verify().findings if finding.field != "units"]
     if found:
         raise IntegrityError(f"the copy is not whole: {found[0].text}; nothing was exported", file=found[0].file)
 

@@ -45,15 +45,20 @@ def take(path: str, flags: int = os.O_RDWR, mode: int = 0o644) -> int | None:
     return None
 
 
-def wait_for(path: str, *, make: bool = False) -> int:
+def wait_for(path: str, *, make: bool = False, shared: bool = False) -> int:
     """Wait for the lock of a file that is there, or is made; return the descriptor that holds it until `release`.
+
+    Args:
+        path: the file.
+        make: it may not be there.
+        shared: together with others that share it.
 
     Raises:
         OSError: the file cannot be opened or locked.
     """
     fd = _open(path, os.O_RDWR | os.O_CREAT, 0o644) if make else _open(path, os.O_RDONLY, 0)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     except BaseException:
         release(fd)
         raise

@@ -15,22 +15,29 @@ POINTS = (
     "append.filled",  # rows are in the rings, the event is not built
     "append.written",  # payload is on disk, the frame is not
     "append.committed",  # the frame is on disk, nobody was told
+    "put.written",  # a unit is written, and has no name
+    "put.named",  # it has, and nobody was told
     "seal.shards",  # shards are whole and durable
     "seal.documents",  # zarr.json and records have their names, tails and log are there
     "spill.claimed",  # the records of a pack are in the cold root
     "spill.shard",  # one of its shards is
     "spill.objects",  # all are
     "spill.documents",  # the arrays' documents are
+    "spill.unit",  # one of the units that a pack names is, its manifest is not
     "spill.manifest",  # the manifest is, the marker is not
     "spill.marked",  # the marker is, the catalog does not know
     "evict.shard",  # one shard of an evicted (or deleted) pack is removed
     "evict.removed",  # all its files are, the catalog does not know
+    "evict.unit",  # a unit is removed from the hot root
     "release.recorded",  # a release is committed
     "collect.tombstone",  # the cold root says that a pack is gone
     "delete.marked",  # the hot root does
     "delete.removed",  # its files are removed, the catalog does not know
     "collect.object",  # one of its objects is deleted
     "collect.objects",  # all are, the tombstone does not say so
+    "collect.units",  # it is said which units are deleted
+    "delete.unit",  # a unit of the hot root has lost its name, its file is there
+    "collect.unit",  # a unit is deleted from the cold root
     "rollup.written",  # a roll-up is there beside the manifests in it
     "rollup.removed",  # one of those manifests is deleted
 )

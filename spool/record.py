@@ -112,6 +112,9 @@ class Host(Protocol):
     def writer(self, schema: Schema) -> StreamWriter:
         """Return this process's stream of ``schema``."""
 
+    def uses_units(self, keys: Iterable[str]) -> None:
+        """Note that a step names multimodal units."""
+
     def executor(self) -> Executor:
         """Return the threads of the async twins."""
 

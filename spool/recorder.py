@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -37,6 +37,7 @@ from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
 from spool.session import Session
 from spool.spiller.keeper import Keeper
+from spool.stores.units import HotUnits
 from spool.upkeep import Upkeep
 from spool.write.stream import StreamWriter, create_stream
 
@@ -402,6 +403,23 @@ class Recorder:
         for writer in list(self._writers.values()):
             with suppress(SpoolError):
                 writer.roll(for_room=True)
+
+    @property
+    def room(self) -> Room:
+        """The room of the hot root, for what belongs to no stream."""
+        with self._own():
+            return self._room
+
+    def uses_units(self, keys: Iterable[str]) -> None:
+        """Note that a step names multimodal units: those that are here age from now on.
+
+        Raises:
+            StorageError: the hot root failed.
+        """
+        if self._config.root is not None:
+            units = HotUnits(self._config.root)
+            for key in keys:
+                units.touch(key)
 
     def stream_names(self) -> list[str]:
         """Return the names of this process's streams."""

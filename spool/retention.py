@@ -42,8 +42,8 @@ class Decision(Struct, frozen=True, kw_only=True):
     """What happens to a pack.
 
     Attributes:
-        stream: the stream's name.
-        pack: number of the pack.
+        stream: the stream's name; ``units`` for all multimodal units that go.
+        pack: number of the pack; of units, how many they are.
         n_bytes: what it takes, in both tiers.
         go: it is to be deleted.
         why: in words.
@@ -259,4 +259,56 @@ def eviction_plan(
         kind = "the oldest that is still needed" if needed else "released"
         plan.append(Eviction(use.row.stream, use.row.pack, n_bytes, f"{kind}; {left} of {limit} bytes are taken"))
         left -= n_bytes
+    return plan
+
+
+class StoredUnit(Struct, frozen=True):
+    """A multimodal unit in a root.
+
+    Attributes:
+        key: the unit's.
+        size: bytes of its file or object.
+        used_at: when it was last put or named, as far as that root knows; seconds since the epoch.
+    """
+
+    key: str
+    size: int
+    used_at: float
+
+
+def held_units(named: Mapping[str, Collection[str]], ended: Collection[str], policy: Policy) -> set[str]:
+    """Return the units that are needed whatever their age.
+
+    A session that is over needs none, unless what is over is kept all the same: then every record of it does.
+
+    Args:
+        named: ids of the sessions that name each unit.
+        ended: ids of the sessions that are over; see `over`.
+        policy: what may be deleted.
+    """
+    gone = frozenset(ended) if policy.released else frozenset()
+    return {key for key, sessions in named.items() if not gone.issuperset(sessions)}
+
+
+def aged_units(units: Iterable[StoredUnit], held: Collection[str], *, age_s: float, now: float) -> list[StoredUnit]:
+    """Return the units that may go: nothing needs them, and they were put and named longer ago than ``age_s``."""
+    return [unit for unit in units if unit.key not in held and now - unit.used_at >= age_s]
+
+
+def unit_evictions(units: Iterable[StoredUnit], kept: Collection[str], *, used: int, low: int) -> list[StoredUnit]:
+    """Choose units that leave the hot tier once they are safe in the cold one: the oldest, until ``low`` is reached.
+
+    Args:
+        units: those in the hot tier.
+        kept: keys of those that stay: packs name them that are not in the cold tier yet.
+        used: bytes that the hot tier takes.
+        low: so many are to be left.
+    """
+    plan: list[StoredUnit] = []
+    for unit in sorted(units, key=lambda unit: (unit.used_at, unit.key)):
+        if used <= low:
+            break
+        if unit.key not in kept:
+            plan.append(unit)
+            used -= unit.size
     return plan

@@ -30,6 +30,7 @@ from spool.model.events import (
 )
 from spool.model.outcome import Outcome, check_outcome
 from spool.model.refs import SegmentRef, StepRef
+from spool.model.units import own_keys
 from spool.observe import Appended, tell
 from spool.patience import with_room, with_room_async
 from spool.record import Host, Record, StoredTools, SuspendToken, check_same
@@ -105,7 +106,8 @@ class Session:
             finish_reason: as the engine gave it.
             step_id: makes the append idempotent: again with equal content it returns the same reference.
             parent: a step id, index or reference, where the parent shall not be found by tokens.
-            units: ``(key, position, n_rows)`` of every multimodal placeholder in the prompt.
+            units: ``(key, position, n_rows)`` of every multimodal placeholder in the prompt. Keys are those that
+                ``put_unit`` returned, or your own, of which Spool stores nothing.
             fields: mapping of the names of the user's own fields to arrays.
             metadata: JSON-able mapping of facts about the step.
 
@@ -199,6 +201,8 @@ class Session:
 
     def _store(self, state: SessionState, draft: StepDraft, held: Held | None, what: str) -> tuple[int, int]:
         writer = self._record.writer()
+        if draft.plan.units:
+            self._host.uses_units(own_keys(draft.plan.units))
         rows = {}
         for field, ranges in draft.plan.store.items():
             source = draft.intake.sources[field]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec import Struct
 
 from spool.catalog import Catalog, PackRow, PackState
 from spool.catalog.schema import STATES
 from spool.config import Config
+from spool.errors import StorageError
 from spool.logs.cold import is_fact_stream
 from spool.logs.streams import is_live, measure, stream_names
+from spool.model.units import UNITS, parse_unit_path
 from spool.spiller import elect
 from spool.spiller.plan import watermarks
 from spool.spiller.status import read_status
+from spool.stores.objects import ObjectInfo, Objects
+from spool.stores.retry import hurried
+from spool.stores.units import HotUnits
+
+log = logging.getLogger("spool.status")
+
+PATIENCE_S = 5.0
+"""How long a cold root is asked what units it has."""
 
 
 class PackTotal(Struct, frozen=True):
@@ -48,7 +59,7 @@ class HotTier(Struct, frozen=True):
     """The room of a hot root.
 
     Attributes:
-        used_bytes: what its streams take on disk.
+        used_bytes: what its streams and units take on disk.
         reserved_bytes: what writers have reserved, which is what the limit is about; None where there is no limit.
         limit_bytes: ``hot_bytes``; None where there is no limit.
         high_bytes, low_bytes: above the first packs are evicted until below the second.
@@ -59,6 +70,20 @@ class HotTier(Struct, frozen=True):
     limit_bytes: int | None = None
     high_bytes: int | None = None
     low_bytes: int | None = None
+
+
+class UnitTotal(Struct, frozen=True):
+    """Multimodal units.
+
+    Attributes:
+        n_hot, hot_bytes: in the hot tier; None where there is none here.
+        n_cold, cold_bytes: in the cold tier; None where there is none, or it cannot be reached.
+    """
+
+    n_hot: int | None = None
+    hot_bytes: int | None = None
+    n_cold: int | None = None
+    cold_bytes: int | None = None
 
 
 class SpillerStatus(Struct, frozen=True):
@@ -98,6 +123,7 @@ class Status(Struct, frozen=True, kw_only=True):
             of other nodes are), ``gone``.
         facts: fact files in the cold root, the late facts of processes without a hot root.
         backlog: what is still to be brought over; of a spool without cold root nothing.
+        units: multimodal units by tier; None where nothing has to do with units.
         hot: the room of the hot root; None where there is none here.
         n_live: writers of the hot root that live.
         seal_requests: packs that publishers wait for: the last one by stream.
@@ -110,20 +136,28 @@ class Status(Struct, frozen=True, kw_only=True):
     packs: dict[PackState, PackTotal]
     facts: PackTotal
     backlog: Backlog
+    units: UnitTotal | None = None
     hot: HotTier | None = None
     n_live: int = 0
     seal_requests: dict[str, int] = {}
     spiller: SpillerStatus | None = None
 
 
-def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
+def look(config: Config, spool_id: str, catalog: Catalog, objects: Objects | None = None) -> Status:
     """Return how a spool is doing; the catalog has caught up.
+
+    Args:
+        config: of the spool.
+        spool_id: its identity.
+        catalog: its index.
+        objects: the cold root; None where there is none.
 
     Raises:
         StorageError: the root or the catalog cannot be read.
     """
     root = config.root
     streams = [] if root is None else stream_names(root)
+    units = _units(config, catalog, objects)
     used = 0 if root is None else sum(measure(root, name) for name in streams)
     facts, packs = _split(catalog.packs.rows())
     return Status(
@@ -133,11 +167,29 @@ def look(config: Config, spool_id: str, catalog: Catalog) -> Status:
         packs=_totals(packs, used),
         facts=_total([row for row in facts if row.state != "gone"]),
         backlog=_backlog(config, catalog),
-        hot=None if root is None else _hot(config, catalog, used),
+        units=units,
+        hot=None if root is None else _hot(config, catalog, used + (units.hot_bytes or 0 if units is not None else 0)),
         n_live=0 if root is None else sum(is_live(root, name) for name in streams),
         seal_requests={} if root is None else catalog.packs.seal_requests(),
         spiller=None if root is None else _spiller(root),
     )
+
+
+def _units(config: Config, catalog: Catalog, objects: Objects | None) -> UnitTotal | None:
+    """Return what units there are; a cold root is listed for them only where something was put or named."""
+    hot = [unit.size for unit in HotUnits(config.root).all()] if config.root is not None else []
+    if not hot and not catalog.units.any():
+        return None
+    here = (None, None) if config.root is None else (len(hot), sum(hot))
+    listed: Sequence[ObjectInfo]
+    try:
+        with hurried(PATIENCE_S):
+            listed = objects.list(UNITS) if objects is not None else ()
+    except StorageError as error:
+        log.warning("what units the cold root has is left out: %s", error)
+        objects, listed = None, ()
+    cold = [info.size for info in listed if parse_unit_path(info.key) is not None]
+    return UnitTotal(*here, *((None, None) if objects is None else (len(cold), sum(cold))))
 
 
 def _split(rows: Iterable[PackRow]) -> tuple[list[PackRow], list[PackRow]]:

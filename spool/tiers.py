@@ -18,7 +18,7 @@ from spool.model.refs import Ref
 from spool.observe import Deleted, Observer, Waited, tell
 from spool.publishing import Publisher
 from spool.recorder import Recorder
-from spool.retention import Decision, Policy
+from spool.retention import Decision, Policy, held_units, over
 from spool.spiller.collect import Collected, Collector
 from spool.spiller.elect import require_lock
 from spool.spiller.keeper import Keeper
@@ -26,10 +26,16 @@ from spool.spiller.loop import STALE_UPLOAD_S, Spiller
 from spool.spiller.rollup import roll_up
 from spool.spiller.status import Status as SpillerStatus
 from spool.spiller.status import read_status
+from spool.spiller.unit_collect import UnitCollector, UnitDecision
 from spool.stores.hot import HotStore
+from spool.stores.units import ACCOUNT
+from spool.units import Units
 
 T = TypeVar("T")
 Progress = Callable[[int, int], object]
+
+UNITS_S, LOCAL_UNITS_S, LEAST_UNITS_S = 600.0, 20.0, 1.0
+"""Between two looks of a spiller at the units that there are: with a cold root, without; less where they age fast."""
 
 
 class Tiers:
@@ -45,6 +51,7 @@ class Tiers:
         store: the hot root's bytes; None where there is none here.
         expire: ends idle sessions of dead writers.
         withdraw: records that sessions are withdrawn.
+        units: the multimodal units of the handle.
         observer: told of what happens; None for nobody.
     """
 
@@ -57,6 +64,7 @@ class Tiers:
         recorder: Recorder,
         keeper: Keeper | None,
         store: HotStore | None,
+        units: Units,
         *,
         expire: Callable[[], object],
         withdraw: Callable[[Sequence[str]], object],
@@ -69,6 +77,9 @@ class Tiers:
         self._recorder = recorder
         self._keeper = keeper
         self._store = store
+        self._units = units
+        self._units_at = float("-inf")
+        self._n_units_waiting = 0
         self._expire = expire
         self._withdraw = withdraw
         self._observer = observer
@@ -83,6 +94,7 @@ class Tiers:
         publisher = self._asking(refs)
         with self._waiting():
             publisher.publish(refs, timeout_s)
+            self._units.publish(refs)
 
     async def publish_async(
         self,
@@ -94,6 +106,7 @@ class Tiers:
         publisher = self._asking(refs)
         with self._waiting():
             await publisher.publish_async(refs, timeout_s, on_thread)
+            await on_thread(lambda: self._units.publish(refs))
 
     def unpublished(self, refs: Sequence[Ref]) -> list[tuple[str, int]]:
         """See `Spool.unpublished`."""
@@ -180,14 +193,18 @@ class Tiers:
     def gc(self, *, dry_run: bool, progress: Progress | None) -> list[Decision]:
         """See `Spool.gc`."""
         self._feeds.catch_up(whole=True)
-        plan = self.collector().plan()
-        if not dry_run:
-            self._collect(plan, progress)
-            if self._config.root is None and self._feeds.cold is not None:
-                roll_up(self._feeds.cold)
-            if self._feeds.cold is not None:
-                self._feeds.cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
-        return plan
+        packs = self.collector()
+        plan = packs.plan()
+        with contextlib.closing(self.unit_collector()) as units:
+            if dry_run:
+                return [*plan, *_of_units(units.plan())]
+            self._collect_packs(packs, plan, progress)
+            aged, _ = units.run()
+        if self._config.root is None and self._feeds.cold is not None:
+            roll_up(self._feeds.cold)
+        if self._feeds.cold is not None:
+            self._feeds.cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
+        return [*plan, *_of_units(aged)]
 
     def collector(self) -> Collector:
         """Return what deletes packs of the root that was opened."""
@@ -196,14 +213,45 @@ class Tiers:
             config.root,
             self._catalog,
             self._feeds.cold,
-            Policy(released=config.retention.released, age_s=config.retention.age_s),
+            _policy(config),
             grace_s=config.grace_s,
             withdraw=self._withdraw,
         )
 
-    def _collect(self, plan: Sequence[Decision] | None = None, progress: Progress | None = None) -> Collected:
-        collector = self.collector()
-        plan = collector.plan() if plan is None else plan
+    def unit_collector(self) -> UnitCollector:
+        """Return what deletes multimodal units that nobody names."""
+        config, cold = self._config, self._feeds.cold
+        return UnitCollector(
+            config.root,
+            self._catalog,
+            None if cold is None else cold.objects,
+            _policy(config),
+            age_s=config.units_age_s,
+            grace_s=config.grace_s,
+            refresh=lambda: self._feeds.catch_up(whole=True),
+            is_whole=lambda: self._feeds.are_whole(self._catalog),
+        )
+
+    def _collect(self) -> Collected:
+        """Delete what may go; what a spiller does again and again."""
+        packs = self.collector()
+        done = self._collect_packs(packs, packs.plan())
+        if time.monotonic() - self._units_at >= self._units_s():
+            with contextlib.closing(self.unit_collector()) as units:
+                self._n_units_waiting = units.run()[1]
+            self._units_at = time.monotonic()
+        return done._replace(n_waiting=done.n_waiting + self._n_units_waiting)
+
+    def _units_s(self) -> float:
+        """Return how long after one look at the units the next one is due."""
+        if self._n_units_waiting:
+            return max(self._config.grace_s, LEAST_UNITS_S)
+        most_s = LOCAL_UNITS_S if self._feeds.cold is None else UNITS_S
+        return min(max(self._config.units_age_s / 8, LEAST_UNITS_S), most_s)
+
+    def _collect_packs(
+        self, collector: Collector, plan: Sequence[Decision], progress: Progress | None = None
+    ) -> Collected:
         done = collector.run(_with_progress(plan, progress))
         if done.n_gone:
             tell(self._observer, Deleted(done.n_gone, sum(item.n_bytes for item in plan if item.go)))
@@ -214,7 +262,14 @@ class Tiers:
     def status(self, spool_id: str) -> status.Status:
         """See `Spool.status`."""
         self._feeds.catch_up(fresh=True)
-        return status.look(self._config, spool_id, self._catalog)
+        cold = self._feeds.cold
+        return status.look(self._config, spool_id, self._catalog, None if cold is None else cold.objects)
+
+    def named_units(self) -> audit.NamedUnits:
+        """Return which sessions name which units, and which of those are needed."""
+        named, policy = self._catalog.units.named(), _policy(self._config)
+        ended = over(self._catalog.packs.sessions(), now=time.time(), failed_keep_s=policy.failed_keep_s)
+        return audit.NamedUnits(named, held_units(named, ended, policy))
 
     def cold_packs(self, states: Mapping[tuple[str, int], str]) -> audit.ColdPacks | None:
         """Return what the cold root has of packs, by (stream, number), that are not gone; None where there is none."""
@@ -238,6 +293,18 @@ class Tiers:
         return ConfigError(
             f"the spool at {self._config.url} has no cold root to {verb} to: open it with ?spill=s3://bucket/prefix"
         )
+
+
+def _policy(config: Config) -> Policy:
+    return Policy(released=config.retention.released, age_s=config.retention.age_s)
+
+
+def _of_units(units: Sequence[UnitDecision]) -> list[Decision]:
+    """Return units that go as one decision, as those about packs are listed."""
+    if not units:
+        return []
+    n_bytes = sum(unit.n_bytes for unit in units)
+    return [Decision(stream=ACCOUNT, pack=len(units), n_bytes=n_bytes, go=True, why=units[0].why)]
 
 
 def _with_progress(plan: Sequence[Decision], progress: Progress | None) -> Iterator[Decision]:

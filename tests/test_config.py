@@ -99,7 +99,8 @@ def test_every_option_may_be_given():
               "append_timeout_s": "1.5", "session_idle_s": "60", "pack_age_s": "5", "page_cache_bytes": "64MiB",
               "reuse_bytes": "1MiB", "max_open_files": "16", "threads": "2", "spill": "s3://bucket/run",
               "spill_when": "pressure", "verify_upload": "always", "retention": "released,age=7d",
-              "publish_interval_s": "2", "grace_s": "5", "cold_concurrency": "4", "cold_deadline_s": "9"}  # fmt: skip
+              "publish_interval_s": "2", "grace_s": "5", "units_age_s": "86400", "cold_concurrency": "4",
+              "cold_deadline_s": "9"}  # fmt: skip
     assert values.keys() == set(OPTIONS)
     config = parse_uri("/a?" + "&".join(f"{name}={value}" for name, value in values.items()))
     assert (config.hot_bytes, config.fields, config.durability) == (1 << 30, ("token_ids", "logprobs"), "disk")

@@ -332,6 +332,11 @@ CALLS = {
         {"ended": {"reward": 1.0}, "live": said} if facts is ... else facts
     ),
     "attach": lambda sp, s, ref, to=..., value=(0.5,), **odd: sp.attach(ref if to is ... else to, late=value, **odd),
+    "put_unit": lambda sp, s, ref, array: sp.put_unit(array),
+    "put_unit_async": lambda sp, s, ref, array: asyncio.run(sp.put_unit_async(array)),
+    "read_unit": lambda sp, s, ref, key: sp.read_unit(key),
+    "read_units": lambda sp, s, ref, keys: sp.read_units(keys),
+    "read_units_async": lambda sp, s, ref, keys: asyncio.run(sp.read_units_async(keys)),
     "discard": lambda sp, s, ref, session_id: sp.discard(session_id),
     "discard_async": lambda sp, s, ref, session_id: asyncio.run(sp.discard_async(session_id)),
     "release": lambda sp, s, ref, refs=(), tag=None: sp.release(refs, tag),
@@ -391,6 +396,8 @@ ARGUMENTS = {
     "unpublished": "refs", "export": "what path format view dtype", "coverage": "refs fields",
     "train.restore": "refs layout fields lengths experts rank_slice framework device missing version mask_versions "
     "drop max_staleness lazy verify",
+    "put_unit": "array", "put_unit_async": "array", "read_unit": "key", "read_units": "keys",
+    "read_units_async": "keys",
     "publish": "refs timeout_s", "publish_async": "refs timeout_s", "ref_from_json": "text", "models": "name",
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,18 +43,34 @@ from spool.formats import manifest
 from spool.logs.cold import FACTS, GONE, MANIFESTS, parse_gone_key
 from spool.logs.packs import list_packs, parse_tombstone
 from spool.logs.streams import measure, stream_names
+from spool.logs.units import GONE_UNITS, Deletions
+from spool.model.units import UNITS, unit_path
 from spool.points import POINTS, kill_at
 from spool.spiller import elect, rollup
 from spool.spiller.evict import evict
 from spool.stores.objects import Objects
+from spool.stores.units import ACCOUNT, HotUnits
 from tools import soak
-from tools.soak import FOLDER, KEPT, SHAPE, Acknowledged, assert_same, check_step, crc_of, packed
+from tools.soak import (
+    FOLDER,
+    KEPT,
+    SHAPE,
+    Acknowledged,
+    assert_same,
+    check_step,
+    crc_of,
+    kept_ids,
+    logprobs,
+    packed,
+    routing,
+)
 
-OPTIONS = "hot_bytes=2GiB&grace_s=0.05&publish_interval_s=0.1&cold_deadline_s=20"
+UNITS_AGE_S = 2.0
+OPTIONS = f"hot_bytes=2GiB&grace_s=0.05&publish_interval_s=0.1&cold_deadline_s=20&units_age_s={UNITS_AGE_S}"
 SAMPLE = 40
 """Acknowledged steps that are read after each kill, beside those that are new."""
-ROLE_OF = {"append": "write", "seal": "write", "release": "before collect", "spill": "spill", "evict": "evict",
-           "collect": "collect", "delete": "collect", "rollup": "rollup"}  # fmt: skip
+ROLE_OF = {"append": "write", "put": "write", "seal": "write", "release": "before collect", "spill": "spill",
+           "evict": "evict", "collect": "collect", "delete": "collect", "rollup": "rollup"}  # fmt: skip
 ROLES_WITH_WORK = ("spill", "evict", "collect", "rollup")
 LONGEST_S = 20.0
 
@@ -79,11 +96,31 @@ class Worker(soak.Worker):
                 self.step(s, chains, f"s{count}", told=True)
         if chains and self.chance.random() < 0.3:
             self.facts(session_id, chains)
+        if ends or self.chance.random() < 0.5:
+            self.unit(s)
         if not ends and self.chance.random() < 0.15:
             return []
         refs: list[Any] = s.finalize(view=self.chance.choice(["lineage", "timeline"]))
         self.told.tell("final", session=session_id, refs=[packed(ref) for ref in refs])
         return refs
+
+    def unit(self, s: Any) -> None:
+        """Put a unit, twice, and append a step that names it."""
+        array = self.rng.integers(0, 256, self.chance.choice([1, 5000, 1_500_000]), dtype=np.uint8)
+        key = self.sp.put_unit(array)
+        assert self.sp.put_unit(array) == key
+        tokens = self.tokens(9)
+        values, offsets = kept_ids(tokens, 6)
+        s.append(
+            prompt_token_ids=tokens[:6],
+            response_token_ids=tokens[6:],
+            logprobs=logprobs(tokens, 6),
+            routed_experts=routing(tokens),
+            fields={"kept": spool.Ragged(values, offsets)},
+            units=[(key, 2, 1)],
+            step_id="unit",
+        )
+        self.told.tell("unit", session=s.session_id, key=key, crc=zlib.crc32(array))
 
 
 def write(uri: str, seed: int, n_threads: int) -> None:
@@ -166,18 +203,21 @@ def follow(uri: str) -> None:
 
 
 def evict_all(uri: str) -> None:
-    """Evict every pack that is in the cold root."""
+    """Evict every pack that is in the cold root, and every unit that no other pack names."""
     with spool.open(uri) as sp:
         root, fd = str(sp.config.root), elect.require_lock(str(sp.config.root))
         sp._feeds.catch_up()
         for row in list(sp._catalog.packs.rows("spilled")):
             evict(root, sp._catalog, row.stream, row.pack)
+        with contextlib.closing(sp._tiers.spiller()) as spiller:
+            spiller._evict_units(1 << 60, 0)
         locks.release(fd)
 
 
 def collect(uri: str) -> None:
     """Delete what may go, twice: what was marked first has its objects deleted then."""
     with spool.open(uri) as sp:
+        time.sleep(UNITS_AGE_S)
         sp.gc()
         time.sleep(0.06)
         sp.gc()
@@ -200,6 +240,7 @@ class Claims(soak.Claims):
         super().__init__()
         self.loose: set[str] = set()
         self.published: set[str] = set()
+        self.units: dict[str, tuple[str, int]] = {}
         self.new: list[tuple[str, str]] = []
         self.lock = threading.Lock()
         self.wrong: list[str] = []
@@ -214,6 +255,8 @@ class Claims(soak.Claims):
                     self.published.update(fact["sessions"])
                 case "let":
                     pass
+                case "unit":
+                    self.units[fact["key"]] = fact["session"], fact["crc"]
                 case "wrong":
                     self.wrong.append(str(fact))
                 case _:
@@ -239,6 +282,7 @@ def check_round(uri: str, cold: str, claims: Claims, chance: random.Random, *, w
             check_claim(hot, ref, crc, claims, loose=session_id in claims.loose)
         for session_id in sessions if whole else chance.sample(sessions, min(12, len(sessions))):
             check_session(hot, session_id, claims)
+        check_units(hot, claims, claims.units if whole else sample(claims, claims.units, chance))
     try:
         there = spool.open(cold, readonly=True)
     except NotFoundError:
@@ -248,7 +292,27 @@ def check_round(uri: str, cold: str, claims: Claims, chance: random.Random, *, w
             published = sorted(claims.published - claims.loose)
         for session_id in published if whole else chance.sample(published, min(6, len(published))):
             check_session(there, session_id, claims)
+        with claims.lock:
+            units = [key for key, (session_id, _) in claims.units.items() if session_id in claims.published]
+        check_units(there, claims, units if whole else sample(claims, units, chance))
         check_zarr(there._feeds.cold.objects)
+
+
+def sample(claims: Claims, keys: Iterable[str], chance: random.Random) -> list[str]:
+    """Return some of ``keys``."""
+    with claims.lock:
+        found = list(keys)
+    return chance.sample(found, min(12, len(found)))
+
+
+def check_units(sp: Any, claims: Claims, keys: Iterable[str]) -> None:
+    """Check that units that sessions name are there, unless those were let go."""
+    for key in list(keys):
+        try:
+            assert zlib.crc32(sp.read_unit(key)) == claims.units[key][1], f"{key}: another array"
+        except NotFoundError:
+            with claims.lock:
+                assert claims.units[key][0] in claims.loose, f"{key} is gone, and session {claims.units[key][0]} is not"
 
 
 def check_claim(sp: Any, ref: Any, crc: int, claims: Claims, *, loose: bool) -> None:
@@ -316,11 +380,13 @@ def check_end(uri: str, cold: str, claims: Claims, chance: random.Random) -> Non
     age_temporaries(root, cold)
     spill(uri)
     with spool.open(uri) as sp:
+        time.sleep(UNITS_AGE_S)
         sp.gc()
     time.sleep(0.1)
     spill(uri)
     with spool.open(uri) as sp:
         sp.gc()
+        check_no_other_units(root, sp)
         before = sp._catalog.dump()
         sp.rebuild()
         assert_same(before, sp._catalog.dump(), "hot, rebuilt")
@@ -356,10 +422,21 @@ def age_temporaries(root: str, cold: str) -> None:
 def check_account(root: str, sp: Any) -> None:
     """Check that the account of room is what the files take; small files in a stream's folder may have come since."""
     usage = sp._catalog.usage()
+    assert usage.get(ACCOUNT, 0) == HotUnits(root).measure(), "units take something else than what is accounted"
     for stream in stream_names(root):
         took, accounted = measure(root, stream), usage.get(stream, 0)
         markers = sum(name.endswith((".cold", ".gone")) for name in os.listdir(f"{root}/streams/{stream}/records"))
         assert abs(took - accounted) <= 4096 * (markers + 1), f"{stream} takes {took}, {accounted} are accounted"
+
+
+def check_no_other_units(root: str, sp: Any) -> None:
+    """Check that the units that are left are those that live sessions name, and that nothing waits."""
+    needed, objects = sp._tiers.named_units().needed, sp._feeds.cold.objects
+    names = [name for path, _, names in os.walk(f"{root}/units") for name in names]
+    assert needed.issuperset(names), f"units of the hot root that nobody names: {set(names) - needed}"
+    keys = {info.key for info in objects.list(UNITS)} - {info.key for info in objects.list(GONE_UNITS)}
+    assert keys <= set(map(unit_path, needed)), f"units of the cold root that nobody names: {keys}"
+    assert all(item.gone.done for item in Deletions(objects).all()), "a deletion of units was not completed"
 
 
 def check_hot_files(root: str) -> None:
@@ -396,7 +473,7 @@ def check_objects(objects: Objects) -> None:
                         assert found.get(name) == size, f"{name}: {found.get(name)} of {size} bytes"
         if key.endswith("/zarr.json"):
             arrays.add(key)
-    kept = {key for key in found if key.startswith((MANIFESTS, FACTS, GONE))}
+    kept = {key for key in found if key.startswith((MANIFESTS, FACTS, GONE, UNITS))}
     orphans = found.keys() - expected - kept - arrays
     assert not orphans, f"objects of no pack: {sorted(orphans)[:8]} ({len(orphans)})"
     lone = {parse_gone_key(GONE + key.split("-", 1)[1].removesuffix(".parquet")) for key in kept if "rollup" not in key}

@@ -12,6 +12,7 @@ import msgspec
 from spool.audit import Report
 from spool.catalog import SessionRow
 from spool.formats.manifest import PackEntry
+from spool.logs.units import GoneUnits
 from spool.model.events import Event
 from spool.model.fields import Layout, Schema
 from spool.model.refs import SegmentRef, StepRef
@@ -28,6 +29,7 @@ SOURCES: dict[str, tuple[str, Any]] = {
     "stream-schema.json": ("The attribute spool:schema of a stream's group", Schema),
     "stream-layout.json": ("The attribute spool:layout of a stream's group", Layout),
     "pack-entry.json": ("An entry of spool:packs in a manifest's metadata", PackEntry),
+    "gone-units.json": ("units/gone/<time>-<16 hex>.json", GoneUnits),
     "suspend-token.json": ("A suspend token", SuspendToken),
     "cli-ls.json": ("spool ls --json", list[SessionRow]),
     "cli-status.json": ("spool status --json", Status),

@@ -2,7 +2,8 @@
 
 from spool.audit.cold import ColdPacks
 from spool.audit.report import Finding, Report
+from spool.audit.units import NamedUnits
 from spool.audit.usage import usage
 from spool.audit.verify import Recorded, verify
 
-__all__ = ["ColdPacks", "Finding", "Recorded", "Report", "usage", "verify"]
+__all__ = ["ColdPacks", "Finding", "NamedUnits", "Recorded", "Report", "usage", "verify"]

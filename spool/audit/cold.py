@@ -50,6 +50,11 @@ class ColdPacks:
         self._objects = objects
         self._streams: dict[str, ColdStream | IntegrityError] = {}
 
+    @property
+    def objects(self) -> Objects:
+        """The cold root."""
+        return self._objects
+
     def path(self, key: str) -> str:
         """Return an object's URL."""
         return f"{self._objects.url}/{key}"

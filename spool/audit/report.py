@@ -25,10 +25,10 @@ class Finding(Struct, frozen=True, kw_only=True):
             `recover` puts in order; ``lint``: stored as it was sent, but implausible.
         text: what is wrong.
         stream: the stream's name.
-        field: the stored array, or ``records``.
+        field: the stored array, ``records``, or ``units``.
         rows: the stored rows ``[start, stop)`` that it is about.
         file: the file.
-        n_steps: recorded steps that name those rows.
+        n_steps: recorded steps that name those rows; of a unit, sessions.
         steps: ids of the first `MAX_STEPS` of them.
         tier: where it is; ``file`` is a URL where that is ``cold``.
     """
@@ -51,6 +51,7 @@ class Report(Struct, frozen=True):
         deep: everything was read again.
         n_sessions, n_packs, n_extents, n_bytes: what was looked at; bytes are those of the rows.
         findings: in the order of the files.
+        n_units, unit_bytes: multimodal units that are there, in either tier, and their bytes.
     """
 
     deep: bool
@@ -59,15 +60,18 @@ class Report(Struct, frozen=True):
     n_extents: int
     n_bytes: int
     findings: tuple[Finding, ...]
+    n_units: int = 0
+    unit_bytes: int = 0
 
     def summary(self) -> str:
         """Return the report as one line."""
         done = "re-read and checked" if self.deep else "found in place"
         number = len(self.findings)
         problems = f"{number} finding{'s' if number > 1 else ''}" if number else "nothing wrong"
+        units = f", {self.n_units:,} units" if self.n_units else ""
         return (
-            f"{self.n_sessions:,} sessions, {self.n_packs:,} packs, {self.n_extents:,} extents, "
-            f"{format_size(self.n_bytes)} {done}: {problems}"
+            f"{self.n_sessions:,} sessions, {self.n_packs:,} packs, {self.n_extents:,} extents{units}, "
+            f"{format_size(self.n_bytes + self.unit_bytes)} {done}: {problems}"
         )
 
 

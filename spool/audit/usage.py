@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from spool.audit.extents import named_rows
 from spool.audit.streams import Streams
+from spool.audit.units import count, usage_row
 from spool.catalog import PackRow
 from spool.errors import NotFoundError, SpoolError, StorageError
 from spool.formats.shard import group_key, parse_group
@@ -34,12 +35,13 @@ class _Shape(NamedTuple):
 def usage(
     store: HotStore | None, objects: Objects | None, packs: Iterable[PackRow], events: Iterable[Event]
 ) -> list[dict[str, Any]]:
-    """Return rows and bytes by stream and stored array, and those of the records.
+    """Return rows and bytes by stream and stored array, those of the records, and those of multimodal units.
 
     ``rows`` and ``stored_bytes`` are the rows that steps name, ``sent_bytes`` the same as engines send them (routing of
     all layers as int32), ``file_bytes`` what files of the hot root hold, padding and metadata included. ``cold_rows``
     are those of the rows that lie in the cold root, ``cold_sent_bytes`` the same as engines send them, and
-    ``cold_bytes`` what the array's objects take there; None where there is no cold root.
+    ``cold_bytes`` what the array's objects take there; None where there is no cold root. Units, where there are any,
+    are a row without a stream, of files alone.
 
     Args:
         store: reads the hot root, whose streams are counted; None to count those of the cold root.
@@ -89,7 +91,8 @@ def usage(
                 "cold_bytes": cold_bytes[name, RECORDS] if objects is not None else None,
             }
         )
-    return found
+    units = usage_row(count(None if store is None else store.root, objects))
+    return found if units is None else [*found, units]
 
 
 def _hot_shapes(store: HotStore) -> dict[str, _Shape]:

@@ -14,6 +14,7 @@ from spool.audit.metadata import check_metadata
 from spool.audit.records import check_records, known_problem
 from spool.audit.report import Finding, Findings, Report
 from spool.audit.streams import Stream, Streams, group_key
+from spool.audit.units import NamedUnits, check_units
 from spool.catalog import LogState, PackState
 from spool.errors import SpoolError
 from spool.formats import experts
@@ -39,12 +40,14 @@ class Recorded(NamedTuple):
         packs: how far the log of each (stream, pack) is known.
         states: in which tier each pack is.
         problems: what of the logs and manifests could not be taken in.
+        units: the multimodal units.
     """
 
     events: Iterable[Event]
     packs: Mapping[Pack, LogState]
     states: Mapping[Pack, PackState]
     problems: Sequence[Problem]
+    units: NamedUnits = NamedUnits({}, ())
 
 
 def verify(
@@ -78,7 +81,9 @@ def verify(
         n_packs += len([pack for pack in cold.entries if tiers.is_hot(pack) is False])
         wholes = [whole for rows in there.values() for runs in rows.values() for whole in runs]
         n_extents, n_bytes = n_extents + len(wholes), n_bytes + sum(map(tiers.n_bytes, wholes))
-    return Report(deep, named.n_sessions, n_packs, n_extents, n_bytes, findings.all())
+    root, objects = None if store is None else store.root, None if cold is None else cold.objects
+    units = check_units(root, objects, recorded.units, findings, deep=deep)
+    return Report(deep, named.n_sessions, n_packs, n_extents, n_bytes, findings.all(), *units)
 
 
 class _Tiers:

@@ -17,6 +17,7 @@ from spool.catalog.packs import Packs
 from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
 from spool.catalog.schema import GONE, DamagedError
 from spool.catalog.space import give_back
+from spool.catalog.units import NamedUnits
 from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
 from spool.errors import StorageError
 from spool.model.events import Annotated, Attached, StepCommitted
@@ -31,12 +32,14 @@ class Catalog:
     Attributes:
         moved_aside: where a damaged file was moved, in this process; None where all was sound.
         packs: what is known of packs.
+        units: which multimodal units sessions name.
     """
 
     def __init__(self, database: Database, moved_aside: str | None = None) -> None:
         self._database = database
         self.moved_aside = moved_aside
         self.packs = Packs(database)
+        self.units = NamedUnits(database)
         self._bulk: Sessions | None = None
 
     @classmethod

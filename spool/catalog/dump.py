@@ -32,6 +32,7 @@ _QUERIES = {
     "uses": "SELECT s.session_id, p.stream, p.pack, l.stream, l.pack, t.data FROM uses t "
     f"JOIN packs p ON p.id = t.pack JOIN logs l ON l.id = t.via {_SESSION}",
     "tools": f"SELECT t.key, l.stream, l.pack, t.seq, t.inner FROM tools t {_LOG}",
+    "units": f"SELECT s.session_id, t.key, l.stream, l.pack FROM units t {_LOG} {_SESSION}",
 }
 
 

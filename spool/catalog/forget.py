@@ -36,7 +36,7 @@ def forget(connection: apsw.Connection, log: int) -> None:
     connection.executemany("DELETE FROM events WHERE id = ?", [(item.event,) for item in lost])
     connection.execute("DELETE FROM uses WHERE pack = ?1 AND via = ?1", (log,))
     connection.execute("DELETE FROM uses WHERE via = ?1 AND via <> pack", (log,))
-    for table in ("tools", "checkpoints"):
+    for table in ("tools", "checkpoints", "units"):
         connection.execute(f"DELETE FROM {table} WHERE log = ?", (log,))  # noqa: S608
     left = {sid for sid in sids if connection.execute(_LEFT, (sid,)).get}
     _drop(connection, [sid for sid in sids if sid not in left])

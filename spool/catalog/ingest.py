@@ -37,6 +37,7 @@ from spool.model.events import (
     parts,
     without_text,
 )
+from spool.model.units import own_keys
 
 log = logging.getLogger("spool.catalog")
 
@@ -55,6 +56,7 @@ UPDATE sessions SET n_steps = n_steps + ?2, n_tokens = n_tokens + ?3, n_generate
     finish_reason = iif(?7 > ifnull(last_index, -1), ?8, finish_reason),
     last_index = iif(?7 > ifnull(last_index, -1), ?7, last_index) WHERE sid = ?1"""
 
+_ADD_UNIT = "INSERT OR IGNORE INTO units VALUES(?, ?, ?)"
 _KNOWN = "SELECT sid, contested FROM sessions WHERE session_id = ?"
 _SET_ENDED = "UPDATE sessions SET outcome = ?, view = ?, finished_at = ?, n_segments = ? WHERE sid = ?"
 
@@ -148,6 +150,7 @@ class Ingest:
         self._contested = sessions.contested
         self._changes: dict[int, _Change] = {}
         self._waiting: list[tuple[Any, ...]] = []
+        self._units: set[tuple[int, int, str]] = set()
         self._handlers: dict[type, Callable[[Prepared, Any], None]] = {
             SessionOpened: self._opened,
             StepCommitted: self._step,
@@ -171,6 +174,7 @@ class Ingest:
         """Write what was collected: rows, and the sums of the touched sessions."""
         self._flush()
         self._uses.write(self._connection, self._log)
+        self._connection.executemany(_ADD_UNIT, sorted(self._units))
         self._connection.executemany(
             _SUM,
             [
@@ -208,6 +212,8 @@ class Ingest:
         sid, index = self._sid(event.session_id), event.index
         change = self._owned(sid, event)
         self._uses.rows(sid, event.extents)
+        if event.units:
+            self._units.update((self._log, sid, key) for key in own_keys(event.units))
         counts = (event.n_tokens - event.base, event.n_tokens - event.n_prompt, event.n_nonfinite)
         top = self._tops.get(sid)
         if top is None:

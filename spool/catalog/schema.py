@@ -14,7 +14,7 @@ from spool.catalog.rows import PackState
 from spool.errors import IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
-VERSION = 3
+VERSION = 4
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
@@ -82,6 +82,9 @@ CREATE TABLE checkpoints(tag TEXT NOT NULL, log INTEGER NOT NULL, at REAL, PRIMA
 CREATE TABLE tools(
     key TEXT NOT NULL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL, offset INTEGER NOT NULL,
     PRIMARY KEY(key, log)) WITHOUT ROWID;
+CREATE TABLE units(
+    log INTEGER NOT NULL, sid INTEGER NOT NULL, key TEXT NOT NULL, PRIMARY KEY(log, sid, key)) WITHOUT ROWID;
+CREATE INDEX units_of ON units(sid);
 CREATE TABLE objects(key TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE requests(stream TEXT PRIMARY KEY, pack INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE space(stream TEXT PRIMARY KEY, n_bytes INTEGER NOT NULL) WITHOUT ROWID;
@@ -89,7 +92,7 @@ CREATE TABLE space(stream TEXT PRIMARY KEY, n_bytes INTEGER NOT NULL) WITHOUT RO
 
 FED = (
     "packs", "logs", "uses", "sessions", "events", "segments", "facts", "attachments", "releases", "checkpoints",
-    "tools", "objects",
+    "tools", "units", "objects",
 )  # fmt: skip
 """The tables that files make again; `space` and `requests` are not among them."""
 

@@ -34,7 +34,8 @@ def command(location: str | None, streams: bool, as_json: bool) -> None:
     For each field: rows; their bytes as stored; the bytes of the same as engines send them (routing of all layers as
     int32), and how many times as much that is; and what the files hold, records, metadata and padding included. Then
     the same of the cold root: rows that are there, what their objects take, and how many times as much they are as
-    engines send them. From a hot root its own streams are counted, from a cold root all.
+    engines send them. From a hot root its own streams are counted, from a cold root all. Multimodal units, where there
+    are any, are a line of their own: what their files take.
     """
     with open_spool(location) as sp:
         rows = sp.usage()
@@ -54,7 +55,7 @@ def _by(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         groups.setdefault(row[key], []).append(row)
     return [
         {key: name, "rows": _add(group, "rows"), "cold_rows": _add(group, "cold_rows"), **_sum(group)}
-        for name, group in sorted(groups.items(), key=lambda item: (item[0] == "records", item[0]))
+        for name, group in sorted(groups.items(), key=lambda item: (item[0] in ("records", "units"), item[0]))
     ]
 
 

@@ -36,6 +36,9 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     sealed pack is listed with the reason, with the sessions that hold it, and with its bytes in both tiers. Fact files
     that stay, the late facts of processes without a hot root, are only counted.
 
+    A multimodal unit goes when no live session names it, and it was last put or named longer ago than ?units_age_s=;
+    those that go are one line.
+
     Objects leave the cold root when ?grace_s= is over: run it again, or leave it to a spiller.
     """
     with open_spool(location, readonly=dry_run) as sp, Progress("deleted") as progress:
@@ -55,13 +58,18 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
         write_json_rows(rows)
         return
     from spool.logs.cold import is_fact_stream
+    from spool.stores.units import ACCOUNT
 
     staying = [item for item in decisions if is_fact_stream(item.stream) and not item.go]
     listed = [row for row in rows if row["go"] or not is_fact_stream(row["stream"])]
     write_rows(({**row, "held_by": _few(row["sessions"])} for row in listed), _COLUMNS)
     going = [item for item in decisions if item.go]
+    n_packs = sum(row["stream"] != ACCOUNT for row in listed)
     would = "would go" if dry_run else "went"
-    say(f"{len(going)} of {len(listed)} packs {would}, {format_size(sum(item.n_bytes for item in going))}")
+    packs = [item for item in going if item.stream != ACCOUNT]
+    say(f"{len(packs)} of {n_packs} packs {would}, {format_size(sum(item.n_bytes for item in packs))}")
+    for units in (item for item in going if item.stream == ACCOUNT):
+        say(f"{units.pack:,} units {would}, {format_size(units.n_bytes)}")
     for why, n_files in Counter(item.why for item in staying).most_common():
         n_bytes = sum(item.n_bytes for item in staying if item.why == why)
         say(f"{n_files} fact files stay, {format_size(n_bytes)}: {why}")

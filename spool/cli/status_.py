@@ -63,6 +63,11 @@ def _facts(found: Status) -> Iterator[Fact]:
             yield "oldest_unspilled", found.backlog.oldest_at, "time"
         yield "seal_requests", [f"{stream}/{pack}" for stream, pack in found.seal_requests.items()], "text"
         yield from _spiller(found.spiller)
+    if found.units is not None:
+        yield "units_hot", found.units.n_hot, "count"
+        yield "units_hot_bytes", found.units.hot_bytes, "size"
+        yield "units_cold", found.units.n_cold, "count"
+        yield "units_cold_bytes", found.units.cold_bytes, "size"
     if found.facts.n_packs:
         yield "fact_files", found.facts.n_packs, "count"
         yield "fact_bytes", found.facts.cold_bytes, "size"

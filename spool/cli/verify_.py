@@ -24,7 +24,7 @@ _COLUMNS = tuple(map(Column, ("kind", "stream", "field", "rows", "file", "n_step
 @click.option("--deep", is_flag=True, help="Read everything again, check every checksum, and lint the routing.")
 @json_option
 def command(location: str | None, deep: bool, as_json: bool) -> int:
-    """Check that everything recorded is there.
+    """Check that everything recorded is there, multimodal units that live sessions name included.
 
     Findings go to stdout, the summary to stderr.
 
@@ -49,7 +49,8 @@ def command(location: str | None, deep: bool, as_json: bool) -> int:
 def _print(finding: Finding) -> None:
     rows = f" rows [{finding.rows[0]}, {finding.rows[1]})" if finding.rows else ""
     write_line(f"{finding.kind}: {finding.text}")
-    write_line(f"  {finding.field or 'metadata'}{rows} of stream {finding.stream}")
+    of_stream = f" of stream {finding.stream}" if finding.stream is not None else ""
+    write_line(f"  {finding.field or 'metadata'}{rows}{of_stream}")
     if finding.file:
         write_line(f"  {finding.file}")
     if finding.steps:

@@ -6,6 +6,7 @@ the new places. Releases are left out: nothing in the new spool waits to be dele
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,11 +18,16 @@ from spool.export.source import Source
 from spool.extents import together
 from spool.formats.arrays import Ragged, copy_rows
 from spool.formats.frames import encode_event
+from spool.formats.units import check
 from spool.model.events import Attached, SessionFinalized, Single, StepCommitted, ToolsStored
 from spool.model.fields import ArraySpec, FieldSpec, Schema
 from spool.model.refs import Extent, Ref, Span
+from spool.model.units import own_keys
 from spool.root import make_identity
+from spool.stores.units import HotUnits
 from spool.write.stream import Rows, Run, Runs, StreamWriter, create_stream
+
+log = logging.getLogger("spool.export")
 
 Extents = Mapping[str, tuple[Extent, ...]]
 
@@ -127,6 +133,7 @@ class _Copier:
         self._writers: dict[str, StreamWriter] = {}
         self._tools: set[tuple[str, str]] = set()
         self._moved: dict[tuple[str, str, int], tuple[str, int]] = {}
+        self._units: set[str] = set()
 
     def close(self) -> None:
         """Seal all that was written."""
@@ -143,6 +150,7 @@ class _Copier:
             (event,) = self._source.whole([item])
             if isinstance(event, StepCommitted):
                 self._copy_rows(event.extents)
+                self._copy_units(event)
                 moved = replace(event, extents=self._place(event.extents))
                 writer.commit(encode_event(together(self._new_tools(event.tools_key, writer.name), moved)))
             else:
@@ -226,6 +234,19 @@ class _Copier:
             return replace(part, stream=self._writer(part.stream).name, row=0)
         stream, row = self._moved[part.stream, array, part.whole[0]]
         return Extent(stream, row + part.before, part.n, part.position, part.crc, part.before, part.after)
+
+    def _copy_units(self, step: StepCommitted) -> None:
+        """Copy the multimodal units that a step names, but for those that are there, or nowhere."""
+        for key in own_keys(step.units):
+            if key in self._units:
+                continue
+            self._units.add(key)
+            data = self._source.unit(key)
+            if data is None:
+                log.warning("%s is named by session %r and was not there to be exported", key, step.session_id)
+                continue
+            check(data, key, where=f"{key} of spool {self._source.spool_id}")
+            HotUnits(self._root).store(key, [memoryview(data)], sync=False)
 
     # -- streams -----------------------------------------------------------------------------------------------------
 

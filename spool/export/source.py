@@ -31,6 +31,7 @@ class Source(NamedTuple):
         late: its late facts and arrays.
         tools_at: where tool schemas are stored.
         whole: returns events with their messages.
+        unit: returns the file of a multimodal unit; None where it is in no tier.
     """
 
     spool_id: str
@@ -44,3 +45,4 @@ class Source(NamedTuple):
     late: Callable[[str], list[Annotated | Attached]]
     tools_at: Callable[[str], Place | None]
     whole: Callable[[Sequence[Place]], list[Single]]
+    unit: Callable[[str], bytes | bytearray | None]

@@ -162,6 +162,9 @@ def _gauges(status: Status) -> Iterator[_Gauge]:
     if status.spill is not None:
         cold_bytes = sum(total.cold_bytes for _, total in totals)
         yield "cold_bytes", "Bytes of packs in the cold root.", (), [((), cold_bytes)]
+    if status.units is not None:
+        tiers = (("hot", status.units.hot_bytes), ("cold", status.units.cold_bytes))
+        yield "unit_bytes", "Bytes of multimodal units.", ("tier",), [((n,), v) for n, v in tiers if v is not None]
     if spiller is not None:
         yield "spiller_up", "Whether a spiller works.", (), [((), spiller.running)]
         yield "spiller_damaged_packs", "Packs that cannot be spilled.", (), [((), len(spiller.damaged))]

@@ -21,6 +21,7 @@ from spool.logs.packs import Cold, GoneMark, StreamSizes, list_packs, pack_bytes
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
 from spool.stores.local import map_os_error
+from spool.stores.units import ACCOUNT, HotUnits
 
 log = logging.getLogger("spool.logs")
 
@@ -514,5 +515,9 @@ class LogFeeder:
         names = stream_names(self._root)
         live = {name for name in names if is_live(self._root, name)}
         exact = {name: measure(self._root, name) for name in names if name not in live}
-        gone = dict.fromkeys(before.keys() - set(names), 0)
-        self._catalog.account({**exact, **gone}, {name: measure(self._root, name) for name in live})
+        gone = dict.fromkeys(before.keys() - {*names, ACCOUNT}, 0)
+        assumed = {name: measure(self._root, name) for name in live}
+        units = HotUnits(self._root)
+        with units.still() as known:
+            (exact if known else assumed)[ACCOUNT] = units.measure()
+            self._catalog.account({**exact, **gone}, assumed)

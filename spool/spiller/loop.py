@@ -23,7 +23,7 @@ from spool.logs.cold import ColdFeeder, gone_key
 from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
-from spool.retention import Eviction, eviction_plan, over
+from spool.retention import Eviction, StoredUnit, eviction_plan, over, unit_evictions
 from spool.root import read_cold_identity, read_identity
 from spool.sizes import format_time
 from spool.spiller.collect import Collected
@@ -36,6 +36,7 @@ from spool.spiller.status import Damaged, Status, status_path
 from spool.spiller.upload import Uploader, all_of
 from spool.stores.hot import HotStore
 from spool.stores.local import write_atomic
+from spool.stores.units import HotUnits, disk_bytes
 from spool.write.recover import recover
 
 log = logging.getLogger("spool.spiller")
@@ -109,6 +110,7 @@ class Spiller:
         self._expire = expire
         self._collect = collect
         self._observer = observer
+        self._units = HotUnits(self._root)
         self._uploader = Uploader(self._root, store, cold.objects, self._confirm_cold) if cold is not None else None
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="spool-spill-stream")
         self._status = Status(os.getpid(), 0.0)
@@ -410,12 +412,23 @@ class Spiller:
         plan = [item for item in plan if self._is_safe(item)]
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
+        freed = sum(item.n_bytes for item in plan)
         if plan:
-            tell(self._observer, Evicted(len(plan), sum(item.n_bytes for item in plan)))
+            tell(self._observer, Evicted(len(plan), freed))
         self._note(n_evicted=self._status.n_evicted + len(plan))
-        if wanted(self._root) and found.used - sum(item.n_bytes for item in plan) > found.low:
+        freed_units = self._evict_units(found.used - freed, found.low)
+        if wanted(self._root) and found.used - freed - freed_units > found.low:
             self._seal_more()
-        return bool(plan)
+        return bool(plan) or freed_units > 0
+
+    def _evict_units(self, used: int, low: int) -> int:
+        """Take units out of the hot root that are safe in the cold one; return the bytes that this gives."""
+        if self._uploader is None or used <= low:
+            return 0
+        units = [StoredUnit(unit.key, disk_bytes(unit.size), unit.used_at) for unit in self._units.all()]
+        plan = unit_evictions(units, self._catalog.units.unpublished(), used=used, low=low)
+        renew_before = time.time() - self._config.units_age_s / 2
+        return self._uploader.units.evict([unit.key for unit in plan], self._catalog, renew_before=renew_before)
 
     def _is_safe(self, item: Eviction) -> bool:
         """Whether a pack is in the cold root now, whatever its marker says; one that is lost is brought over again."""

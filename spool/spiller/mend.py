@@ -21,6 +21,7 @@ from spool.logs.packs import list_packs, marker_path, read_entry, write_cold
 from spool.logs.streams import records_path, stream_names
 from spool.stores.local import read_file
 from spool.stores.objects import Objects
+from spool.stores.units import HotUnits
 
 log = logging.getLogger("spool.spiller")
 
@@ -73,11 +74,13 @@ class Mender:
             torn = set(self._cold.damaged())
             mend_manifests(self._root, self._cold, torn - self._seen)
             self._seen = torn
-        if recovered or not self._started:
-            self._feeder.account()
+        n_swept = 0
         if not self._swept_at or time.monotonic() - self._swept_at > STALE_S:
             self._swept_at = time.monotonic()
             sweep(self._root)
+            n_swept = HotUnits(self._root).sweep(older_than_s=STALE_S)
+        if recovered or n_swept or not self._started:
+            self._feeder.account()
         self._started = True
 
 

@@ -1,9 +1,9 @@
 """Sealed packs -> objects of the cold root.
 
-Order: records, shards, the documents of the arrays, the manifest. Until the manifest is there nobody lists the pack,
-and until its marker is in the hot root the hot copy is the one that counts. Each step may be repeated: the same pack
-gives the same keys and bytes. Of two copies of one hot root that each have a pack of the same name, the one whose
-records are there first brings it over.
+Order: records, shards, the documents of the arrays, the units that the pack names, the manifest. Until that is there
+nobody lists the pack, and until its marker is in the hot root the hot copy is the one that counts. Each step may be
+repeated: the same pack gives the same keys and bytes. Of two copies of one hot root that each have a pack of the same
+name, the one whose records are there first brings it over.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from spool.points import reach
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
 from spool.spiller.turns import turn
+from spool.spiller.units import UnitUploader, named_units
 from spool.stores.hot import HotStore
 from spool.stores.local import read_file
 from spool.stores.objects import Objects
+from spool.stores.units import HotUnits
 from spool.write.folder import Folder, open_folder
 from spool.write.seal import packs_of
 
@@ -52,10 +54,11 @@ LATE_S = 900.0
 
 
 class Sent(NamedTuple):
-    """A pack whose shards and records are in the cold root, and whose ``manifest`` is not."""
+    """A pack whose shards and records are in the cold root, and whose ``manifest`` is not; ``units`` that it names."""
 
     entry: PackEntry
     manifest: bytes
+    units: frozenset[str]
 
 
 class Stream(NamedTuple):
@@ -81,6 +84,9 @@ class Uploader:
         objects: the cold root.
         confirm: called when all of a pack is put and before that counts; raises where the cold root is not, or no
             longer, the one that this root joined.
+
+    Attributes:
+        units: brings the units that packs name.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Uploader:
         self._root = root
         self._store = store
         self._objects = objects
+        self.units = UnitUploader(HotUnits(root), objects)
         self._confirm = confirm
         self._threads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="spool-upload")
         self._packs = ThreadPoolExecutor(PACKS, thread_name_prefix="spool-spill")
@@ -101,6 +108,7 @@ class Uploader:
         """End the threads."""
         self._packs.shutdown()
         self._threads.shutdown()
+        self.units.close()
 
     def upload(self, name: str, packs: Sequence[int]) -> list[PackEntry]:
         """Bring sealed packs of one stream to the cold root, but for deleted ones; return what is there now.
@@ -123,8 +131,11 @@ class Uploader:
         reach("spill.objects")
         self._describe(stream, [pack.entry for pack in sent])
         reach("spill.documents")
+        units = frozenset(key for pack in sent for key in pack.units)
+        self.units.bring(units)
         self._put_all((manifest_key(pack.entry), pack.manifest) for pack in sent)
         reach("spill.manifest")
+        self.units.insist(units)
         self._confirm()
         for pack in sent:
             write_cold(self._root, pack.entry)
@@ -288,7 +299,7 @@ class Uploader:
             hot_bytes=pack_bytes(self._root, folder.name, pack),
             codecs={name: layout.codec for name, layout in stream.layouts.items()},
         )
-        return Sent(entry, manifest.encode([(entry, events)]))
+        return Sent(entry, manifest.encode([(entry, events)]), frozenset(named_units(events)))
 
     def _send_shard(
         self, stream: Stream, spec: ArraySpec, pack: int, named: Mapping[str, Sequence[Named]]
