@@ -12,10 +12,9 @@
     |   `-- ReleasedError       the data was released on purpose
     |-- GapError              rows that were never sent: pass missing=..., or cut the segment
     |-- CapacityError         wait, or give more room
-    |-- DeliveryError         another process of a feed failed: start them all again; says which one, and why
     |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
     |   `-- LockedError         another process owns this
-    |-- RankError             another rank of the trainer failed, or is gone: restart the job, or give more time
+    |-- RankError             another rank, or who reads for it, failed or is gone: restart the job, or give more time
     `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere
         `-- AbsentError         a whole file is missing
 
@@ -101,12 +100,6 @@ class CapacityError(SpoolError):
     kind = "capacity"
 
 
-class DeliveryError(SpoolError):
-    """A process that takes part in a feed is gone, or failed; the feed gives nothing more."""
-
-    kind = "delivery"
-
-
 class StorageError(SpoolError, OSError):
     """The storage failed or cannot be reached."""
 
@@ -120,7 +113,7 @@ class LockedError(StorageError):
 
 
 class RankError(SpoolError):
-    """Another rank of the trainer failed, died or did not answer in time."""
+    """Another rank of the trainer, or the process that reads for it, failed, died or did not answer in time."""
 
     kind = "rank"
 

@@ -6,10 +6,13 @@ import gc
 import mmap
 import multiprocessing
 import os
+import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from itertools import product
 
 import numpy as np
@@ -21,11 +24,15 @@ from training import N_EXPERTS, N_LAYERS, TOPK, plain_ids, with_gap, with_unit
 
 import spool
 from spool import train
-from spool.errors import CapacityError, ConfigError, DeliveryError, GapError, InputError, NotFoundError
+from spool.errors import CapacityError, ConfigError, GapError, InputError, NotFoundError, RankError
 from spool.model.fields import FieldSpec
 from spool.train import Mesh, Place, plan
 from spool.train.delivery import memory
 from spool.train.delivery.filling import fill, prepare
+from spool.train.delivery.group import Group, Rank
+from spool.train.delivery.link import SocketLink
+from spool.train.delivery.messages import End, Planned, Ready
+from spool.train.delivery.reorganiser import Reorganiser
 from spool.train.delivery.work import Settings, work_of
 
 ALL = ("token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions", "staleness")
@@ -253,6 +260,13 @@ def test_segments_are_chosen_before_they_are_planned(open_spool):
         train.select(refs, max_staleness=2)
     with pytest.raises(InputError, match="drop='late' is none of"):
         train.select(refs, drop=["late"])
+
+
+def wait_for(what, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 # -- a feed ------------------------------------------------------------------------------------------------------------
@@ -593,6 +607,111 @@ def test_sealed_memory_cannot_be_cut_or_changed():
     os.close(fd)
 
 
+class Ends:
+    """A link that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, message, memory=None):
+        self.sent.append(message)
+
+
+class Free:
+    """Memory of which so much is free."""
+
+    def room(self, need_bytes):
+        return memory.Room(100, "here")
+
+
+def test_memory_of_earlier_micro_batches_does_not_lack_for_the_next_mini_batch():
+    serving = Reorganiser(None, Free(), Settings(uri="", n_ranks=1))
+    serving._group.join(rank := Rank(0, 1, Ends()))
+    assert serving._room(120).n_bytes == 100
+    serving._group.hand_out(Ready(0, 0, 0, (), 60, 0), None)
+    assert serving._room(120) == memory.Room(160, "here")
+    serving._group.released(rank, 0)
+    assert serving._room(120).n_bytes == 100
+
+
+def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_spool):
+    group = Group(2, 2)
+    first, second = (Rank(tp, tp, Ends()) for tp in range(2))
+    group.join(first)
+    group.submit(first, 0, b"zero")
+    assert group.work(0) == b"zero"
+    group.join(second)
+    assert second.link.sent[1:] == [Planned(0, b"zero")]
+    for number in range(1, 50):
+        group.submit(first, number, b"%d" % number)
+        assert group.work(number) == b"%d" % number and len(group._works) == 1
+    group.submit(second, 0, b"zero")
+    with pytest.raises(RankError, match="submitted different plans"):
+        group.submit(second, 1, b"one")
+
+    sp = open_spool()
+    refs = record(sp)
+
+    def consume(feed, rank):
+        for _ in range(3):
+            feed.submit(plan(refs, Mesh(), n_micro=2), refs)
+        feed.finish()
+        for _ in feed:
+            pass
+        return len(feed._works)
+
+    assert ranks(sp.config.uri, Mesh(), consume) == [0]
+
+
+def test_a_feed_that_is_closed_early_holds_nothing(open_spool):
+    sp = open_spool()
+    refs = record(sp)
+    feed = train.connect(sp.config.uri, Mesh(), 0, framework="torch", device="cpu", depth=4)
+    feed.submit(plan(refs, Mesh(), n_micro=6), refs)
+    wait_for(lambda: len(feed._mapped) == 2)  # one is staged, one waits for that; more are in the socket
+    time.sleep(0.2)
+    feed.close()
+    wait_for(lambda: not feed._mapped and not any(each.name == "spool-feed-receive" for each in threading.enumerate()))
+    assert not any("spool-micro-batch" in path for path in open_files())
+
+
+def open_files():
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def test_memory_that_cannot_be_sent_is_not_kept():
+    ours, theirs = socket.socketpair()
+    link = SocketLink(ours)
+    theirs.close()
+    fd = memory.create(8192)
+    link.send(End())
+    wait_for(lambda: not link._sender.is_alive())
+    link.send(End(), fd)
+    link.close()
+    os.close(fd)
+    assert not any("spool-micro-batch" in path for path in open_files())
+
+
+def test_a_rank_that_may_open_no_more_files_says_so():
+    ours, theirs = (SocketLink(each) for each in socket.socketpair())
+    fd = memory.create(8192)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    theirs.send(End(), fd)
+    wait_for(lambda: theirs._out.empty())
+    time.sleep(0.2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+    try:
+        with pytest.raises(RankError, match=r"may open no more files.*ulimit -n"):
+            ours.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    for link in (ours, theirs):
+        link.close()
+    os.close(fd)
+
+
 def test_nothing_has_a_name_in_shared_memory(open_spool):
     sp = open_spool()
     before = set(os.listdir("/dev/shm"))
@@ -691,7 +810,7 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(started):
     began = time.monotonic()
     second.process.kill()
     for each in (first, third):
-        line = each.until("DeliveryError")
+        line = each.until("RankError")
         assert f"rank tp=1 (process {second.process.pid}) of this feed died" in line
     assert time.monotonic() - began < 5
 
@@ -699,7 +818,7 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(started):
 def test_a_rank_that_fails_says_why_to_the_others(started):
     first, second, third = started("", "raise", "")
     for each in (first, third):
-        line = each.until("DeliveryError")
+        line = each.until("RankError")
         assert f"rank tp=1 (process {second.process.pid}) of this feed failed: ValueError: loss is NaN" in line
 
 
@@ -710,7 +829,7 @@ def test_a_killed_reader_is_said_to_all(started, spool_uri):
     (pid,) = reorganisers(spool_uri)
     began = time.monotonic()
     os.kill(pid, 9)
-    lines = [each.until("DeliveryError") for each in processes]
+    lines = [each.until("RankError") for each in processes]
     assert all("died" in line and "the process that reads" in line for line in lines)
     assert sum("by signal 9" in line for line in lines) == 1 and time.monotonic() - began < 5
 
@@ -756,7 +875,26 @@ def test_a_rank_that_does_not_come_is_named(open_spool):
 
     found = ranks(sp.config.uri, mesh, consume, places=(0, 2), join_timeout_s=1.5)
     for error in found:
-        assert isinstance(error, DeliveryError) and "ranks tp=[1] of 3" in str(error) and "name" in str(error)
+        assert isinstance(error, RankError) and "ranks tp=[1] of 3" in str(error) and "name" in str(error)
+
+
+def test_a_rank_that_left_before_the_others_came_may_come_again(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=2), refs)
+        feed.finish()
+        return len([micro.number for micro in feed])
+
+    for ended in (False, True):  # while the process that reads is there, and when it is not
+        with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
+            wait_for(lambda feed=feed: feed.reader_pid is not None)
+        time.sleep(0.1)
+        if ended:
+            wait_for(lambda: not reorganisers(sp.config.uri))
+        assert ranks(sp.config.uri, mesh, consume) == [2, 2]
+    wait_for(lambda: not reorganisers(sp.config.uri))
 
 
 def test_ranks_that_disagree_are_told(open_spool):
@@ -768,11 +906,11 @@ def test_ranks_that_disagree_are_told(open_spool):
         return [micro.number for micro in feed]
 
     for error in ranks(sp.config.uri, mesh, other_plan):
-        assert isinstance(error, DeliveryError) and "submitted different plans" in str(error)
+        assert isinstance(error, RankError) and "submitted different plans" in str(error)
     with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
         for options, words in [({"place": 1, "depth": 3}, "depth=3, the first one 2"), ({"place": 0}, "takes part")]:
             another = train.connect(sp.config.uri, mesh, framework="numpy", **options)
-            with pytest.raises(DeliveryError, match=words):
+            with pytest.raises(RankError, match=words):
                 next(iter(another))
             another.close()
         assert feed.stats.n_micro == 0
@@ -790,7 +928,7 @@ def test_a_planned_micro_batch_that_does_not_come_ends_the_wait(open_spool, spoo
         (pid,) = reorganisers(spool_uri)
         os.kill(pid, 19)
         try:
-            with pytest.raises(DeliveryError, match="no micro-batch came for 2 s"):
+            with pytest.raises(RankError, match="no micro-batch came for 2 s"):
                 for _ in feed:
                     pass
         finally:
@@ -808,7 +946,7 @@ def test_a_forked_child_does_not_keep_a_rank_alive(open_spool, spool_uri):
             try:
                 for _ in feed:
                     pass
-            except DeliveryError as error:
+            except RankError as error:
                 errors.append(error)
 
     def rank():

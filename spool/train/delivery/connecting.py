@@ -12,7 +12,7 @@ from spool.handle import Spool
 from spool.read.fetch import Verify
 from spool.sizes import parse_size
 from spool.train.delivery.feed import Feed
-from spool.train.delivery.join import address_of, join
+from spool.train.delivery.join import digest_of, join
 from spool.train.delivery.staging import stager
 from spool.train.delivery.work import Settings
 from spool.train.planning.planner import Mesh, Place
@@ -23,6 +23,7 @@ from spool.train.restoring.tensors import Framework
 
 if TYPE_CHECKING:
     from spool.model.moe import MoEShape
+    from spool.train.delivery.transport import Join
 
 
 def connect(
@@ -46,6 +47,7 @@ def connect(
     verify: Verify = "whole",
     join_timeout_s: float = 60.0,
     timeout_s: float = 600.0,
+    joined: Join = join,
 ) -> Feed:
     """Take part in the feed of a place: its micro-batches are read once for all of its tensor-parallel ranks.
 
@@ -74,10 +76,12 @@ def connect(
         pad_token_id: stands in ``token_ids`` for padding.
         join_timeout_s: how long ranks may take to come.
         timeout_s: how long a planned micro-batch may take to come.
+        joined: how this rank comes to the process that reads: over a socket of this machine; `spool.integrations.ray`
+            has another way.
 
     Raises:
         InputError: an argument does not fit.
-        DeliveryError: the process that reads cannot be started.
+        RankError: the process that reads cannot be started.
     """
     where = _place(mesh, place)
     settings = Settings(
@@ -93,11 +97,11 @@ def connect(
     _check(settings)
     check_rank("tp", where.tp, settings.n_ranks)
     stage, timeout_s = stager(framework, device), seconds("timeout_s", timeout_s)
-    address = address_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, integer("chunk", chunk)))
-    link, process = join(address, settings)
+    digest = digest_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, integer("chunk", chunk)))
+    link = joined(digest, settings)
     ahead = settings.depth if device is None else 1
     return Feed(
-        link, process, mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
+        link, mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
         timeout_s=timeout_s,
     )  # fmt: skip
 

@@ -15,20 +15,18 @@ import gc
 import logging
 import os
 import queue
-import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 from msgspec import Struct
 
-from spool.errors import DeliveryError, InputError
-from spool.train.delivery import memory
-from spool.train.delivery.link import Link
+from spool.errors import InputError, RankError
 from spool.train.delivery.messages import (
     Bye,
     End,
@@ -36,6 +34,7 @@ from spool.train.delivery.messages import (
     Failure,
     Finish,
     Hello,
+    Message,
     Planned,
     Ready,
     Released,
@@ -48,6 +47,7 @@ from spool.train.delivery.work import Work, work_of
 
 if TYPE_CHECKING:
     from spool.model.refs import SegmentRef, StepRef
+    from spool.train.delivery.transport import RankLink
     from spool.train.delivery.work import Settings
     from spool.train.planning.planner import Mesh, Place, Plan
 
@@ -81,8 +81,7 @@ class Feed:
 
     def __init__(
         self,
-        link: Link,
-        process: subprocess.Popen[bytes] | None,
+        link: RankLink,
         *,
         mesh: Mesh,
         place: Place,
@@ -92,11 +91,11 @@ class Feed:
         ahead: int,
         timeout_s: float,
     ) -> None:
-        self._link, self._process = link, process
+        self._link = link
         self._mesh, self._place, self._chunk = mesh, place, chunk
         self._settings, self._stage, self._timeout_s = settings, stage, timeout_s
         self._works: dict[int, Work] = {}
-        self._n_submitted = 0
+        self._n_submitted = self._n_planned = 0
         self._finished = self._closed = False
         self._mapped: dict[int, int] = {}
         self._n_taken = 0
@@ -107,7 +106,7 @@ class Feed:
         self._incoming: queue.SimpleQueue[_Staged | Failure | End] = queue.SimpleQueue()
         self._next: _Staged | End | None = None
         link.send(Hello(place.tp, os.getpid(), settings))
-        threading.Thread(target=self._receive, name="spool-feed", daemon=True).start()
+        threading.Thread(target=self._receive, name="spool-feed-receive", daemon=True).start()
 
     # -- what is to come ---------------------------------------------------------------------------------------------
 
@@ -131,9 +130,9 @@ class Feed:
                 all of them, oldest first: numbers are the same on all ranks only then.
 
         Raises:
-            InputError: the plan is of another mesh, or the references are not those that were planned.
-            SessionStateError: `finish` was called.
-            DeliveryError: the feed has failed.
+            InputError: the plan is of another mesh, the references are not those that were planned, or `finish` was
+                called.
+            RankError: the feed has failed.
         """
         self._check_usable()
         if self._finished:
@@ -162,7 +161,7 @@ class Feed:
         """Yield the micro-batches that come next, to the end of their mini-batch; none behind the last one.
 
         Raises:
-            DeliveryError: another process of this feed failed, first; says which, and why. Nothing more comes.
+            RankError: another process of this feed failed, first; says which, and why. Nothing more comes.
             SpoolError: what was wrong with reading a mini-batch, on all ranks.
             InputError: this rank holds as many micro-batches as ``depth`` allows, and asks for another.
         """
@@ -212,7 +211,7 @@ class Feed:
         """Return what comes in next; say from time to time that nothing does.
 
         Raises:
-            DeliveryError: a mini-batch is known, and nothing came for too long.
+            RankError: a mini-batch is known, and nothing came for too long.
         """
         began = time.monotonic()
         while True:
@@ -225,14 +224,13 @@ class Feed:
                     "no mini-batch is submitted to this feed, since %.0f s, and no rank called finish()", waited
                 )
             elif waited >= self._timeout_s:
-                raise DeliveryError(
+                raise RankError(
                     f"no micro-batch came for {waited:.0f} s, though one is planned and its processes live; "
                     "see the log of the rank that started it for what is waited for, or raise timeout_s="
                 )
 
     def _expects_more(self) -> bool:
-        planned = sum(len(work.shares) for work in self._works.values())
-        return self._stats.n_micro < planned
+        return self._stats.n_micro < self._n_planned
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -252,7 +250,7 @@ class Feed:
 
     def _held(self) -> list[int]:
         """Return the bytes of each micro-batch that the consumer has memory of."""
-        return [n_bytes for serial, n_bytes in list(self._mapped.items()) if serial < self._n_taken]
+        return [n_bytes for serial, n_bytes in self._mapped.copy().items() if serial < self._n_taken]
 
     @property
     def reader_pid(self) -> int | None:
@@ -267,56 +265,48 @@ class Feed:
     # -- what comes in -----------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Take in what the reorganiser says; map and stage micro-batches as they come."""
+        """Take in what the reorganiser says, to the end; what comes behind that is let go of."""
         try:
-            while True:
-                message, fd = self._link.receive()
-                if isinstance(message, Welcome):
-                    self._reader_pid = message.pid
-                elif isinstance(message, Planned):
-                    self._works[message.number] = _decode(message.work)
-                elif isinstance(message, Ready) and fd is not None:
-                    self._incoming.put(self._staged(message, fd))
-                elif isinstance(message, End):
-                    self._incoming.put(message)
-                elif isinstance(message, Failure):
-                    self._fail(message)
-                    return
+            while not self._closed and self._failure is None:
+                self._take_in(*self._link.receive())
         except EOFError:
             if not self._closed:
-                self._fail(Failure.of(DeliveryError(self._death())))
+                self._fail(Failure.of(RankError(self._link.death(self._reader_pid))))
         except BaseException as error:
             log.exception("a feed cannot take in what comes")
             self._link.send(Failed(f"{type(error).__name__}: {error}"))
             self._fail(Failure.of(error))
+        with suppress(EOFError, RankError):
+            while True:
+                self._link.drop(self._link.receive()[1])
+
+    def _take_in(self, message: Message, memory: Any) -> None:
+        """Take in one thing that the reorganiser says; map and stage a micro-batch."""
+        if isinstance(message, Welcome):
+            self._reader_pid = message.pid
+        elif isinstance(message, Planned):
+            work = self._works[message.number] = _decode(message.work)
+            self._n_planned += len(work.shares)
+        elif isinstance(message, Ready):
+            self._incoming.put(self._staged(message, self._link.map(memory, message.n_bytes)))
+        elif isinstance(message, End):
+            self._incoming.put(message)
+        elif isinstance(message, Failure):
+            self._fail(message)
 
     def _fail(self, failure: Failure) -> None:
         self._failure = failure
         self._incoming.put(failure)
         self._link.close()
 
-    def _death(self) -> str:
-        how = ""
-        if self._process is not None:
-            try:
-                code = self._process.wait(2)
-                how = f", by signal {-code}" if code < 0 else f", with exit code {code}"
-            except subprocess.TimeoutExpired:
-                how = ""
-        return (
-            f"the process that reads for this feed, {self._reader_pid}, died{how}: see its last lines in the log of "
-            "the rank that started it, and the kernel's, which says so where memory ran out"
-        )
-
-    def _staged(self, ready: Ready, fd: int) -> _Staged:
-        try:
-            mapped = memory.reading(fd, ready.n_bytes)
-        finally:
-            os.close(fd)
+    def _staged(self, ready: Ready, mapped: Any) -> _Staged:
         self._mapped[ready.serial] = ready.n_bytes
         weakref.finalize(mapped, self._let_go, ready.serial).atexit = False
         self._room.acquire()
-        return _Staged(ready, self._works[ready.mini_batch], self._stage(_views(ready, mapped)))
+        staged = _Staged(ready, self._works[ready.mini_batch], self._stage(_views(ready, mapped)))
+        if staged.last:
+            del self._works[ready.mini_batch]
+        return staged
 
     def _let_go(self, serial: int) -> None:
         del self._mapped[serial]

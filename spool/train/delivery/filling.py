@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,8 +46,14 @@ class Prepared(NamedTuple):
     arrangements: tuple[Arrangement, ...]
 
 
-def prepare(spool: Spool, work: Work, settings: Settings) -> Prepared:
+def prepare(spool: Spool, work: Work, settings: Settings, room: Callable[[int], memory.Room] | None = None) -> Prepared:
     """Find out what a mini-batch's fields are, and what of them is missing; no payload is read.
+
+    Args:
+        spool: that has them.
+        work: the mini-batch.
+        settings: what ranks want of it.
+        room: called with the bytes that it takes, returns what there is; what this process may take where None.
 
     Raises:
         InputError: fields do not fit a micro-batch, or nobody says what one is.
@@ -62,13 +68,14 @@ def prepare(spool: Spool, work: Work, settings: Settings) -> Prepared:
     plan = make_plan(spool, entries, asked, expert_spec(settings.experts), settings.missing, order)
     check_fields(plan.specs.values(), split=work.split)
     arrangements = tuple(arrange(share, plan.specs, work.layers, settings.dtype) for share in work.shares)
-    _check_memory(arrangements, settings)
+    _check_memory(arrangements, settings, room or memory.Memfds().room)
     return Prepared(work, plan.specs, dict(zip(numbers, plan.covers, strict=True)), order, arrangements)
 
 
-def _check_memory(arrangements: Sequence[Arrangement], settings: Settings) -> None:
+def _check_memory(arrangements: Sequence[Arrangement], settings: Settings, room: Callable[[int], memory.Room]) -> None:
     largest = sorted((arrangement.n_bytes for arrangement in arrangements), reverse=True)[: settings.depth]
-    need, found = sum(largest), memory.room()
+    need = sum(largest)
+    found = room(need)
     if settings.memory_bytes is not None:
         found = min(found, memory.Room(settings.memory_bytes, "memory_bytes="))
     if need > found.n_bytes:

@@ -10,10 +10,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from spool.errors import DeliveryError, SpoolError
-from spool.train.delivery.link import Link
+import xxhash
+
+from spool.errors import RankError
 from spool.train.delivery.messages import End, Failure, Planned, Ready, Welcome
+from spool.train.delivery.transport import Link
 
 log = logging.getLogger("spool.train.delivery")
 
@@ -58,9 +61,11 @@ class Group:
         self.n_ranks, self._depth = n_ranks, depth
         self._changed = threading.Condition()
         self._ranks: dict[int, Rank] = {}
-        self._works: list[tuple[bytes, Rank]] = []
+        self._works: dict[int, bytes] = {}
+        self._submitted: list[tuple[bytes, Rank]] = []
         self._n_works: int | None = None
         self._held: dict[int, set[int]] = {}
+        self._sizes: dict[int, int] = {}
         self._failure: Failure | None = None
         self.over = False
 
@@ -77,6 +82,11 @@ class Group:
         return len(self._ranks) == self.n_ranks
 
     @property
+    def deserted(self) -> bool:
+        """Whether ranks came, and all of them have left."""
+        return bool(self._ranks) and all(rank.gone for rank in self._ranks.values())
+
+    @property
     def absent(self) -> list[int]:
         """Which ranks have not come."""
         return [tp for tp in range(self.n_ranks) if tp not in self._ranks]
@@ -85,19 +95,19 @@ class Group:
         """Let a rank take part; it is told of what was planned before.
 
         Raises:
-            DeliveryError: it takes part already, or there is no such rank.
+            RankError: it takes part already, or there is no such rank.
         """
         with self._changed:
             if rank.tp not in range(self.n_ranks):
-                raise DeliveryError(f"{rank} is none of the {self.n_ranks} ranks that share this feed")
-            if rank.tp in self._ranks:
-                raise DeliveryError(
+                raise RankError(f"{rank} is none of the {self.n_ranks} ranks that share this feed")
+            if rank.tp in self._ranks and not self._ranks[rank.tp].gone:
+                raise RankError(
                     f"{self._ranks[rank.tp]} takes part in this feed already, and {rank} wants its place: give "
                     "each job a name of its own (connect(name=))"
                 )
             self._ranks[rank.tp] = rank
             rank.link.send(Welcome(os.getpid()))
-            for number, (work, _) in enumerate(self._works):
+            for number, work in self._works.items():
                 rank.link.send(Planned(number, work))
             self._changed.notify_all()
 
@@ -112,7 +122,7 @@ class Group:
     def wait_until_left(self) -> None:
         """Return when all ranks that came have left."""
         with self._changed:
-            self._changed.wait_for(lambda: all(rank.gone for rank in self._ranks.values()))
+            self._changed.wait_for(lambda: self.deserted or not self._ranks)
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks what went wrong; what goes wrong afterwards follows from it, and is told nobody."""
@@ -134,20 +144,22 @@ class Group:
         """Take in what a rank says mini-batch ``number`` is.
 
         Raises:
-            DeliveryError: another one said otherwise, or that there is none.
+            RankError: another one said otherwise, or that there is none.
         """
         with self._changed:
-            if number < len(self._works):
-                known, first = self._works[number]
-                if known != work:
-                    raise DeliveryError(
+            digest = xxhash.xxh3_128_digest(work)
+            if number < len(self._submitted):
+                known, first = self._submitted[number]
+                if known != digest:
+                    raise RankError(
                         f"{first} and {rank} submitted different plans, references or versions as mini-batch {number} "
                         "of this feed: the ranks of a place have to submit the same, in the same order"
                     )
                 return
             if self._n_works is not None and number >= self._n_works:
-                raise DeliveryError(f"{rank} submits mini-batch {number}, and another rank finished at {self._n_works}")
-            self._works.append((work, rank))
+                raise RankError(f"{rank} submits mini-batch {number}, and another rank finished at {self._n_works}")
+            self._submitted.append((digest, rank))
+            self._works[number] = work
             self._tell(Planned(number, work))
             self._changed.notify_all()
 
@@ -155,24 +167,26 @@ class Group:
         """Take in that there are ``n`` mini-batches.
 
         Raises:
-            DeliveryError: more were submitted, or another rank said otherwise.
+            RankError: more were submitted, or another rank said otherwise.
         """
         with self._changed:
-            if n < len(self._works) or self._n_works not in (None, n):
-                known = len(self._works) if self._n_works is None else self._n_works
-                raise DeliveryError(f"{rank} finished after {n} mini-batches, and other ranks know of {known}")
+            if n < len(self._submitted) or self._n_works not in (None, n):
+                known = len(self._submitted) if self._n_works is None else self._n_works
+                raise RankError(f"{rank} finished after {n} mini-batches, and other ranks know of {known}")
             self._n_works = n
             self._changed.notify_all()
 
     def work(self, number: int) -> bytes | None:
-        """Return mini-batch ``number`` once it is known; None where there is none.
+        """Return mini-batch ``number`` once it is known; None where there is none. Earlier ones are forgotten.
 
         Raises:
             Over: nothing more is to be made.
         """
         with self._changed:
-            self._wait(lambda: number < len(self._works) or self._n_works == number, lambda: None)
-            return self._works[number][0] if number < len(self._works) else None
+            self._wait(lambda: number in self._works or self._n_works == number, lambda: None)
+            if self.complete:  # else there are ranks who have to be told of all
+                self._works = {each: work for each, work in self._works.items() if each >= number}
+            return self._works.get(number)
 
     def end(self) -> None:
         """Tell all ranks that there is nothing more."""
@@ -192,7 +206,7 @@ class Group:
         with self._changed:
             self._wait(lambda: len(self._held) < self._depth, self._holders)
 
-    def hand_out(self, ready: Ready, fd: int) -> None:
+    def hand_out(self, ready: Ready, memory: Any) -> None:
         """Send a micro-batch to all ranks, once all are there.
 
         Raises:
@@ -200,11 +214,18 @@ class Group:
         """
         with self._changed:
             self._held[ready.serial] = {-1}  # counts until it is handed out
+            self._sizes[ready.serial] = ready.n_bytes
             self._wait(lambda: self.complete, lambda: None)
             present = [rank for rank in self._ranks.values() if not rank.gone]
             self._held[ready.serial] = {rank.tp for rank in present}
             for rank in present:
-                rank.link.send(ready, fd)
+                rank.link.send(ready, memory)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the micro-batches that somebody holds."""
+        with self._changed:
+            return sum(self._sizes.values())
 
     def released(self, rank: Rank, serial: int) -> None:
         """Take in that a rank let go of a micro-batch."""
@@ -214,6 +235,7 @@ class Group:
 
     def _forget_held(self) -> None:
         self._held = {serial: holders for serial, holders in self._held.items() if holders}
+        self._sizes = {serial: self._sizes[serial] for serial in self._held}
         self._changed.notify_all()
 
     def _holders(self) -> str:
@@ -226,12 +248,7 @@ class Group:
         """Wait for something, under the lock; say from time to time what for."""
         since = time.monotonic()
         while not done():
-            if self._failure is not None or (self.complete and all(rank.gone for rank in self._ranks.values())):
+            if self._failure is not None or (self.complete and self.deserted):
                 raise Over
             if not self._changed.wait(REMIND_S) and (words := what()) is not None:
                 log.warning("waiting for %s, since %.0f s", words, time.monotonic() - since)
-
-
-def named(error: SpoolError, words: str) -> SpoolError:
-    """Return the same error, beginning with ``words``."""
-    return type(error)(f"{words}: {error}", **error.details)

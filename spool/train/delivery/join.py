@@ -15,26 +15,26 @@ import time
 import msgspec
 import xxhash
 
-from spool.errors import DeliveryError
+from spool.errors import RankError
 from spool.spiller.elect import import_path
-from spool.train.delivery.link import Link
+from spool.train.delivery.link import SocketLink
 from spool.train.delivery.work import Settings
 
 _RETRY_S = 0.02
 
 
-def address_of(name: str, uri: str, place: tuple[int, ...]) -> str:
-    """Return the address at which the ranks of a place meet."""
-    digest = xxhash.xxh3_128_hexdigest(msgspec.json.encode((os.getuid(), name, uri, place)))
-    return f"\0spool-feed-{digest}"
+def digest_of(name: str, uri: str, place: tuple[int, ...]) -> str:
+    """Return what the ranks of a place, and no others, have in common."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode((name, uri, place)))
 
 
-def join(address: str, settings: Settings) -> tuple[Link, subprocess.Popen[bytes] | None]:
-    """Return a connection to the reorganiser at an address, and its process where this one started it.
+def join(digest: str, settings: Settings) -> SocketLink:
+    """Return a connection to this user's reorganiser of a place on this machine; where there is none, start it.
 
     Raises:
-        DeliveryError: there is none, and none could be started; or it is another user's.
+        RankError: there is none, and none could be started; or it is another user's.
     """
+    address = f"\0spool-feed-{os.getuid()}-{digest}"
     started, deadline = None, time.monotonic() + settings.join_timeout_s
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -44,14 +44,14 @@ def join(address: str, settings: Settings) -> tuple[Link, subprocess.Popen[bytes
             connection.close()
             started = started or _start(address, settings)
             if time.monotonic() > deadline:
-                raise DeliveryError(f"nobody listens at this feed's socket, {address[1:]}") from None
+                raise RankError(f"nobody listens at this feed's socket, {address[1:]}") from None
             time.sleep(0 if started else _RETRY_S)
             continue
-        link = Link(connection)
+        link = SocketLink(connection, started)
         if not link.same_user:
             link.close()
-            raise DeliveryError("this feed's socket belongs to a process of another user: give the feed a name (name=)")
-        return link, started
+            raise RankError("this feed's socket belongs to a process of another user: give the feed a name (name=)")
+        return link
 
 
 def _start(address: str, settings: Settings) -> subprocess.Popen[bytes] | None:

@@ -6,9 +6,9 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 from spool.errors import CapacityError
 from spool.sizes import format_size
@@ -29,6 +29,27 @@ class Room(NamedTuple):
 
     n_bytes: int
     place: str
+
+
+class Memfds:
+    """Micro-batches in memfds: the `spool.train.delivery.transport.Memory` of processes on one machine."""
+
+    def room(self, need_bytes: int) -> Room:  # noqa: ARG002 - what the kernel says is sure
+        """Return what is free."""
+        return room()
+
+    @contextmanager
+    def made(self, n_bytes: int, fill: Callable[[Any], None]) -> Iterator[int]:
+        """Yield a memfd, filled and sealed."""
+        fd = create(n_bytes)
+        try:
+            into = writing(fd, n_bytes)
+            fill(into)
+            into.close()
+            seal(fd)
+            yield fd
+        finally:
+            os.close(fd)
 
 
 def create(n_bytes: int) -> int:
@@ -63,6 +84,17 @@ def seal(fd: int) -> None:
 def reading(fd: int, n_bytes: int) -> mmap.mmap:
     """Return a private mapping of a memfd: pages are shared with all that map it, until this process writes to one."""
     return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def private(n_bytes: int) -> mmap.mmap:
+    """Return memory of this process alone.
+
+    Raises:
+        CapacityError: there is not so much; says how much there is.
+    """
+    if n_bytes > (found := room()).n_bytes:
+        raise too_little(n_bytes, found)
+    return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def room() -> Room:

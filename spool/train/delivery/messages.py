@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from spool import errors
-from spool.errors import DeliveryError, SpoolError
+from spool.errors import RankError, SpoolError
 from spool.train.delivery.arrays import Array
 from spool.train.delivery.work import Settings
 
@@ -119,7 +119,7 @@ class Failure(Struct, frozen=True, tag="failure"):
     def of(cls, error: BaseException) -> Failure:
         """Return what ranks are told of an exception."""
         if not isinstance(error, SpoolError):
-            error = DeliveryError(f"the feed's reorganiser failed: {type(error).__name__}: {error}")
+            error = RankError(f"the feed's reorganiser failed: {type(error).__name__}: {error}")
         name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
         return cls(name, str(error), msgspec.to_builtins(error.details, enc_hook=repr))
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from itertools import count
 
 import msgspec
 
-from spool.errors import DeliveryError, SpoolError
+from spool.errors import RankError, SpoolError
 from spool.handle import Spool
 from spool.handle import open as open_spool
 from spool.observe import Read
-from spool.train.delivery import memory
 from spool.train.delivery.filling import Prepared, fill, prepare
 from spool.train.delivery.group import Group, Over, Rank
-from spool.train.delivery.link import Link
+from spool.train.delivery.memory import Room
 from spool.train.delivery.messages import Bye, Failed, Failure, Finish, Hello, Ready, Released, Submit
+from spool.train.delivery.transport import Link, Listener, Memory
 from spool.train.delivery.work import Settings, Work
 
 log = logging.getLogger("spool.train.delivery")
@@ -30,15 +29,16 @@ _decode = msgspec.msgpack.Decoder(Work).decode
 
 
 class Reorganiser:
-    """Serves the ranks that connect to a socket until all have left.
+    """Serves the ranks that come until all have left.
 
     Args:
-        listener: a Unix socket that listens; closed when all ranks have come, so that its name is free again.
-        settings: what they want.
+        listener: where they come in; closed when all have come, so that its name is free again.
+        memory: where micro-batches are made.
+        settings: what the ranks want.
     """
 
-    def __init__(self, listener: socket.socket, settings: Settings) -> None:
-        self._listener, self._settings = listener, settings
+    def __init__(self, listener: Listener, memory: Memory, settings: Settings) -> None:
+        self._listener, self._memory, self._settings = listener, memory, settings
         self._group = Group(settings.n_ranks, settings.depth)
         self._fetched_bytes = 0
 
@@ -46,7 +46,7 @@ class Reorganiser:
         """Serve; return whether all went well."""
         reading = threading.Thread(target=self._guarded(self._produce), name="spool-feed-read", daemon=True)
         reading.start()
-        with self._listener:
+        with closing(self._listener):
             self._guarded(self._accept_all)()
         self._group.wait_until_left()
         return not self._group.failed
@@ -69,27 +69,22 @@ class Reorganiser:
     # -- ranks -------------------------------------------------------------------------------------------------------
 
     def _accept_all(self) -> None:
-        """Let ranks in until all are there.
+        """Let ranks in until all are there, or those that came have left.
 
         Raises:
-            DeliveryError: one did not come in time.
+            RankError: one did not come in time.
         """
         deadline = time.monotonic() + self._settings.join_timeout_s
-        while not self._group.complete and not self._group.failed:
+        while not (self._group.complete or self._group.deserted or self._group.failed):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeliveryError(
+                raise RankError(
                     f"ranks tp={self._group.absent} of {self._group.n_ranks} that share this feed did not come within "
                     f"{self._settings.join_timeout_s:g} s: do they call connect with the same name, spool, mesh and "
                     "place? Say how many ranks are on this node (connect(n_ranks=))"
                 )
-            self._listener.settimeout(min(left, 0.5))
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            connection.settimeout(None)
-            self._admit(Link(connection))
+            if (link := self._listener.accept(min(left, 0.5))) is not None:
+                self._admit(link)
 
     def _admit(self, link: Link) -> None:
         """Let a rank in, or tell it why not."""
@@ -97,14 +92,14 @@ class Reorganiser:
             hello, _ = link.receive()
         except EOFError:
             return
-        if not isinstance(hello, Hello) or not link.same_user:
+        if not isinstance(hello, Hello):
             link.close()
             return
         rank = Rank(hello.tp, hello.pid, link)
         try:
             self._check(rank, hello.settings)
             self._group.join(rank)
-        except DeliveryError as error:
+        except RankError as error:
             link.send(Failure.of(error))
             link.close()
             return
@@ -116,7 +111,7 @@ class Reorganiser:
             f"{name}={theirs[name]!r}, the first one {ours[name]!r}" for name in ours if ours[name] != theirs[name]
         ]
         if differ:
-            raise DeliveryError(
+            raise RankError(
                 f"{rank} wants {'; '.join(differ)}: the ranks of a place have to call connect with the same arguments"
             )
 
@@ -133,7 +128,7 @@ class Reorganiser:
         """Take in what a rank says, until it leaves.
 
         Raises:
-            DeliveryError: it died, or says that it failed, or what it says contradicts another one.
+            RankError: it died, or says that it failed, or what it says contradicts another one.
         """
         try:
             while True:
@@ -145,12 +140,12 @@ class Reorganiser:
                 elif isinstance(message, Released):
                     self._group.released(rank, message.serial)
                 elif isinstance(message, Failed):
-                    raise DeliveryError(f"{rank} of this feed failed: {message.reason}")
+                    raise RankError(f"{rank} of this feed failed: {message.reason}")
                 elif isinstance(message, Bye):
                     return
         except EOFError:
             if not self._group.over:
-                raise DeliveryError(f"{rank} of this feed died") from None
+                raise RankError(f"{rank} of this feed died") from None
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
@@ -163,25 +158,22 @@ class Reorganiser:
             if work is None:
                 self._group.end()
                 return
-            prepared = prepare(spool, _decode(work), self._settings)
+            prepared = prepare(spool, _decode(work), self._settings, self._room)
             for micro in range(len(prepared.arrangements)):
                 self._group.wait_for_room()
                 self._make(spool, prepared, next(serials), number, micro)
 
     def _make(self, spool: Spool, prepared: Prepared, serial: int, mini_batch: int, number: int) -> None:
-        arrangement, before = prepared.arrangements[number], self._fetched_bytes
-        fd = memory.create(arrangement.n_bytes)
-        try:
-            into = memory.writing(fd, arrangement.n_bytes)
-            fill(spool, prepared, number, self._settings, into)
-            into.close()
-            memory.seal(fd)
+        (arrays, n_bytes), before = prepared.arrangements[number], self._fetched_bytes
+        with self._memory.made(n_bytes, partial(fill, spool, prepared, number, self._settings)) as made:
             fetched = self._fetched_bytes - before
-            self._group.hand_out(
-                Ready(serial, mini_batch, number, arrangement.arrays, arrangement.n_bytes, fetched), fd
-            )
-        finally:
-            os.close(fd)
+            self._group.hand_out(Ready(serial, mini_batch, number, arrays, n_bytes, fetched), made)
+
+    def _room(self, need_bytes: int) -> Room:
+        """Return what micro-batches may take: what is free, and what those have that will be gone by then."""
+        held_bytes = self._group.held_bytes
+        found = self._memory.room(need_bytes - held_bytes)
+        return Room(found.n_bytes + held_bytes, found.place)
 
     def _observe(self, event: object) -> None:
         if isinstance(event, Read):
