@@ -140,6 +140,7 @@ class Facts:
         else:  # recorded elsewhere, even where somebody here has looked at it
             self._known.sessions([session_id])
             self._recorder.record(SessionDiscarded(session_id, time.time()))
+            self._recorder.forget(session_id)
 
     def withdraw(self, session_ids: Sequence[str]) -> None:
         """Record that sessions are withdrawn, whoever recorded them."""

@@ -11,7 +11,7 @@ import msgspec
 
 from spool.catalog import Catalog
 from spool.config import Config, search_roots
-from spool.errors import InputError, NotFoundError, SpoolError
+from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError
 from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
@@ -84,17 +84,20 @@ class Readers:
         refs = self.with_attached(refs, fields)
         reader = self._of_all(refs)
         with Watch(self._observer) as watch:
-            return reader.read(
-                refs,
-                fields=fields,
-                tokens=tokens,
-                layers=layers,
-                dtype=dtype,
-                out=out,
-                missing=missing,
-                verify=verify,
-                seen=watch.seen,
-            )
+            try:
+                return reader.read(
+                    refs,
+                    fields=fields,
+                    tokens=tokens,
+                    layers=layers,
+                    dtype=dtype,
+                    out=out,
+                    missing=missing,
+                    verify=verify,
+                    seen=watch.seen,
+                )
+            except (ReleasedError, IntegrityError) as error:
+                raise _naming_reference(error, refs) from error
 
     def locate(
         self, ref: Ref, *, fields: Sequence[str] | None, tokens: Tokens, layers: slice | None
@@ -263,3 +266,17 @@ def _inline(name: str, value: Any) -> Inline:
     if isinstance(value, Ragged):
         raise InputError(f"{name} is ragged and cannot travel inside a reference; read it by the reference", field=name)
     return Inline(value.dtype.name, value.shape, value.tobytes())
+
+
+def _naming_reference(error: SpoolError, refs: Sequence[Ref]) -> SpoolError:
+    """Return the error with the first of the references that has the rows it is about."""
+    stream, field, rows = (error.details.get(name) for name in ("stream", "field", "rows"))
+    if not isinstance(field, str) or not isinstance(rows, list) or "ref" in error.details:
+        return error
+    for ref in refs:
+        for name, extents in ref.extents.items():
+            for extent in extents if name.split(".")[0] == field.split(".")[0] else ():
+                if extent.stream == stream and extent.row < rows[1] and rows[0] < extent.row + extent.n:
+                    found = str(getattr(ref, "id", ref.session_id))
+                    return type(error)(f"{found}: {error}", **{**error.details, "ref": found})
+    return error

@@ -328,9 +328,11 @@ class Recorder:
         for stream in sorted(streams - {writer.name for writer in self._writers.values()}):
             elsewhere = stream not in self._feeder.stream_names()
             if elsewhere or is_live(self._config.root or "", stream):
+                who = "another node" if elsewhere else "another live process, or another handle of this one"
+                lost = "; if that node is lost, discard the session and record under another id" if elsewhere else ""
                 raise LockedError(
-                    f"session {session_id!r} is being recorded by another {'node' if elsewhere else 'live process'} "
-                    f"(stream {stream}); suspend it there and resume it here with the token",
+                    f"session {session_id!r} is being recorded by {who} (stream {stream}); suspend it there and resume "
+                    f"it here with the token{lost}",
                     session_id=session_id, stream=stream,
                 )  # fmt: skip
 

@@ -297,3 +297,19 @@ def test_a_dead_node_leaves_what_it_published(cold, tmp_path):
         assert not any(item.go for item in sp.gc(dry_run=True))
         with pytest.raises(spool.NotFoundError):
             sp.annotate("d-9", reward=1.0)
+
+
+def test_an_open_session_of_a_lost_node_can_be_discarded_and_says_so(cold, tmp_path):
+    with spool.open(nodes.location(tmp_path / "lost", cold)) as sp:
+        session = sp.session("late")
+        session.append(prompt_token_ids=[1, 2], response_token_ids=[3])
+        sp.publish(session.view())
+    remove_root(tmp_path / "lost")
+    with spool.open(nodes.location(tmp_path / "node", cold)) as sp:
+        again = sp.session("late")
+        with pytest.raises(spool.LockedError, match="if that node is lost, discard the session"):
+            again.append(prompt_token_ids=[1, 2], response_token_ids=[3])
+        sp.discard("late")
+        for session in (again, sp.session("late")):
+            with pytest.raises(spool.SessionStateError, match="was discarded; open another one"):
+                session.append(prompt_token_ids=[1, 2], response_token_ids=[3])

@@ -345,6 +345,7 @@ def test_batches_must_be_of_one_width():
         ({"units": None}, "units must be a UnitPlan"),
         ({"load": None}, "load must be a function of keys"),
         ({"load": lambda keys: []}, r"load\(\) gave 0 arrays for 3 keys"),
+        ({"load": lambda keys: dict.fromkeys(keys)}, r"load\(\) gave a mapping"),
         ({"max_rows": 0}, "max_rows must be at least 1"),
         ({"max_rows": "1"}, "max_rows must be an integer"),
         ({"like": 6}, "like must be a tensor"),

@@ -7,6 +7,7 @@ prints the variables that lead to a bucket ``spool`` in it, and serves until it 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import http.client
@@ -164,6 +165,7 @@ class S3Server:
 
 def main():
     """Serve a bucket until interrupted."""
+    argparse.ArgumentParser(prog="python -m tools.s3_server", description=main.__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with S3Server() as server, contextlib.suppress(KeyboardInterrupt):
         server.make_bucket("spool")

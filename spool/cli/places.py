@@ -147,7 +147,9 @@ def _step(sp: Spool, text: str) -> list[Found]:
     steps = sp.steps(session_id)
     chosen: list[Found] = [step for step in steps if step.index == int(index)]
     if not chosen:
-        raise NotFoundError(f"session {session_id!r} has no step {index}; it has {_indexes(s.index for s in steps)}")
+        raise NotFoundError(
+            f"session {session_id!r} has no step {index}; its steps: {_indexes(s.index for s in steps)}"
+        )
     return chosen
 
 

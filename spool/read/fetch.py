@@ -153,8 +153,8 @@ def compare(check: Check, crc: int, tier: Tier) -> None:
         file = tier.path(check.key)
         raise IntegrityError(
             f"rows [{check.start}, {check.stop}) of {check.field} in stream {check.stream} sum up to {crc:#010x}, "
-            f"but {check.crc:#010x} was written; {file} is damaged: restore it from a copy, or look at what is there "
-            "with verify='never'",
+            f"but {check.crc:#010x} was written; {file} is damaged: restore it from a copy (where the other tier has "
+            "the pack, moving the file away is enough), or look at what is there with verify='never'",
             stream=check.stream, field=check.field, rows=[check.start, check.stop], file=file,
             expected=check.crc, got=crc,
         )  # fmt: skip

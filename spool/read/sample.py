@@ -30,6 +30,8 @@ class Sample(Mapping[str, Any]):
         self._arrays = arrays
 
     def __getitem__(self, field: str) -> Any:
+        if field not in self._arrays:
+            raise KeyError(f"{field}; there is {', '.join(self._arrays)}")
         return self._arrays[field]
 
     def __iter__(self) -> Iterator[str]:

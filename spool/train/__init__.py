@@ -100,7 +100,12 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'spool.train' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
+    try:
+        value = getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"spool.train.{name} needs torch: pip install 'spool-store[torch]'", name="torch") from error
     globals()[name] = value
     return value
 

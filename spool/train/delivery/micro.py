@@ -59,6 +59,8 @@ class Micro(Mapping[str, Any]):
         self.n_bytes, self.fetched_bytes = n_bytes, fetched_bytes
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._arrays:
+            raise KeyError(f"{name}; there is {', '.join(self._arrays)}")
         return self._arrays[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -98,12 +98,20 @@ class Reorganiser:
         rank = Rank(hello.tp, hello.pid, link)
         try:
             self._check(rank, hello.settings)
+        except RankError as error:
+            self._group.fail(error)  # the others would wait for it
+            self._refuse(link, error)
+            return
+        try:
             self._group.join(rank)
         except RankError as error:
-            link.send(Failure.of(error))
-            link.close()
+            self._refuse(link, error)
             return
         threading.Thread(target=self._serve, args=(rank,), name=f"spool-feed-tp{rank.tp}", daemon=True).start()
+
+    def _refuse(self, link: Link, error: RankError) -> None:
+        link.send(Failure.of(error))
+        link.close()
 
     def _check(self, rank: Rank, settings: Settings) -> None:
         ours, theirs = msgspec.structs.asdict(self._settings), msgspec.structs.asdict(settings)

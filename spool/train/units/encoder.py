@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -141,7 +141,10 @@ class UnitEncoder:
 
     def _run(self, units: Sequence[IndexedUnit]) -> Any:
         keys = [unit.key for unit in units]
-        arrays = list(self._load(keys))
+        found = self._load(keys)
+        if isinstance(found, Mapping):
+            raise InputError("load() gave a mapping: it must give a list of arrays, one for each key, in order")
+        arrays = list(found)
         if len(arrays) != len(keys):
             raise InputError(
                 f"load() gave {len(arrays)} arrays for {len(keys)} keys: it must give one for each, in order"

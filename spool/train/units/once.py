@@ -223,7 +223,7 @@ class EncodeOnce:
         if lost:
             raise InputError(
                 f"no gradient came for micro-batches {lost}, which use units: take their features(micro) into the "
-                "model and run loss.backward(), or pass missing='zero' where they are not to count",
+                "model and run loss.backward(), or call backward(missing='zero') where they are not to count",
                 micro=lost,
             )
         others = [rank for rank, (n_lost,) in enumerate(states) if n_lost]
