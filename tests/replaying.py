@@ -74,6 +74,11 @@ def record_run(sp):
     record(sp, "poor", reward=0.0, seed=101)
 
 
+def row_of(ref, token):
+    """Return the first row that a token of a sequence expands to."""
+    return int(token) + sum(unit.n_rows - 1 for unit in ref.units if unit.position < token)
+
+
 def packed(samples, fill=-1):
     """Return what a batch of these samples must hold, row by row; its arrays, and its ragged fields as lists."""
     rows = {name: [] for name in ("token_ids", "loss_mask", "logprobs", "entropy", "routed_experts", "value", "parent")}
@@ -88,13 +93,13 @@ def packed(samples, fill=-1):
                 rows["loss_mask"].append(sample["loss_mask"][token])
                 rows["value"].append(sample["value"][token])
                 parent = sample["parent"][token]
-                rows["parent"].append(parent + begin if parent >= 0 else parent)
+                rows["parent"].append(row_of(ref, parent) + begin if parent >= 0 else parent)
                 for name in ("logprobs", "entropy"):
                     rows[name].append(sample[name][answer] if answer >= 0 else 0)
                 ends = sample["kept"].offsets[answer : answer + 2] if answer >= 0 else (0, 0)
                 kept.append(sample["kept"].values[slice(*ends)].tolist())
                 own = sample["links"].values[slice(*sample["links"].offsets[token : token + 2])].tolist()
-                links.append([position + begin if position >= 0 else position for position in own])
+                links.append([row_of(ref, position) + begin if position >= 0 else position for position in own])
         rows["routed_experts"] += [*sample["routed_experts"], np.full((3, 2), fill)]
         kl += sample["kl"].tolist()
         cu.append(begin + ref.n_rows)

@@ -30,6 +30,7 @@ from spool.train import Mesh, Place, plan
 from spool.train.delivery import memory
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
+from spool.train.delivery.join import digest_of
 from spool.train.delivery.link import SocketLink
 from spool.train.delivery.messages import End, Planned, Ready
 from spool.train.delivery.reorganiser import Reorganiser
@@ -512,6 +513,93 @@ def test_as_tensors_with_the_routing_of_a_layer(open_spool, names):
     assert planned.n_micro == 1
 
 
+def test_from_a_cold_root_over_many_micro_batches(open_spool, tmp_path):
+    sp = open_spool(options=f"spill=file://{tmp_path}/cold&publish_interval_s=0.1")
+    refs = record(sp, lengths=(40,) * 60)
+    sp.publish(refs, timeout_s=60)
+    whole = [sample["routed_experts"] for sample in sp.read(refs)]
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, Mesh(), n_micro=60), refs)
+        feed.finish()
+        n = 0
+        for micro in feed:
+            n += 1
+            for piece in micro.share.pieces:
+                got = micro["routed_experts"][piece.to : piece.to + piece.n_forward]
+                assert (got == whole[piece.item][piece.row : piece.row + piece.n_forward]).all()
+        return n
+
+    assert ranks(f"file://{tmp_path}/cold", Mesh(), consume) == [60]
+
+
+def test_ranks_of_a_place_on_two_nodes(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=4)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=1), refs)
+        feed.finish()
+        return [(micro.plan.place.tp, micro["token_ids"].tolist()) for micro in feed]
+
+    first = ranks(sp.config.uri, mesh, consume, places=(0, 1), n_ranks=2)
+    second = ranks(sp.config.uri, mesh, consume, places=(2, 3), n_ranks=2)
+    assert [found[0][0] for found in (*first, *second)] == [0, 1, 2, 3]
+    assert len({tuple(found[0][1]) for found in (*first, *second)}) == 1
+
+
+def test_a_mini_batch_keeps_nothing_of_what_it_yielded(open_spool):
+    sp = open_spool()
+    refs = record(sp)
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, Mesh(), n_micro=3), refs)
+        held = []
+        for micro in feed.mini_batch():
+            del micro
+            gc.collect()
+            held.append(feed.stats.held_bytes)
+        return held
+
+    assert ranks(sp.config.uri, Mesh(), consume) == [[0, 0, 0]]
+
+
+def test_all_ranks_have_the_fields_of_the_whole_mini_batch(open_spool):
+    sp = open_spool(fields=[FieldSpec(name=name, dtype="int32", align="token") for name in ("x", "y")])
+    refs = []
+    for name in ("x", "y"):
+        s = session(sp, None)
+        add(s, counting(4), [7], fields={name: np.arange(1, 6, dtype=np.int32)})
+        refs += s.finalize()
+    for mesh in (Mesh(), Mesh(dp=2)):
+        planned = plan(refs, mesh, n_micro=2 // mesh.dp)
+        found = [
+            (share, arrays)
+            for dp in range(mesh.dp)
+            for share, arrays in zip(
+                planned.rank(Place(dp=dp)).shares, filled(sp, planned, refs, Place(dp=dp), missing="mask"), strict=True
+            )
+        ]
+        assert {frozenset(arrays) for _, arrays in found} == {frozenset(found[0][1])} and {"x", "y"} <= set(found[0][1])
+        for share, arrays in found:
+            own = "xy"[share.items[0]]
+            assert arrays[own][:5].tolist() == [1, 2, 3, 4, 5]
+            assert not arrays["yx"["xy".index(own)]].any() and not arrays["loss_mask"].any()
+
+
+def test_positions_behind_a_unit_are_rows(open_spool):
+    sp = open_spool(fields=[FieldSpec(name="parent", dtype="int32", align="token", positions=True)])
+    s = session(sp, None)
+    s.append(
+        prompt_token_ids=[1, 2, 99, 3], response_token_ids=[7, 8], units=[("image", 2, 5)],
+        fields={"parent": np.array([-1, 0, 1, 2, 3, 4], np.int32)},
+    )  # fmt: skip
+    refs = s.finalize() * 2
+    (arrays,) = filled(sp, plan(refs, Mesh(), n_micro=1), refs, Place(), fields=("parent", "token_ids"))
+    assert arrays["parent"].tolist()[:10] == [-1, 0, *[1] * 5, 2, 7, 8]
+    assert arrays["parent"].tolist()[10:20] == [-1, 10, *[11] * 5, 12, 17, 18]
+
+
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
@@ -525,7 +613,12 @@ def test_arguments_are_checked_where_they_come_in(open_spool):
         ({"mask_versions": -1}, "mask_versions must be"),
         ({"framework": "jax"}, "framework must be one of"),
         ({"memory_bytes": "much"}, "much"),
-        ({"n_ranks": 0}, "tp_size must be at least 1"),
+        ({"n_ranks": 0}, "n_ranks must be at least 1, and at most tp=1"),
+        ({"n_ranks": 2}, "n_ranks must be at least 1, and at most tp=1"),
+        ({"join_timeout_s": float("inf")}, "join_timeout_s must be"),
+        ({"timeout_s": 0}, "timeout_s must be seconds, more than 0"),
+        ({"pad_token_id": 1 << 40}, "pad_token_id must be"),
+        ({"framework": "torch", "device": "cuda:0"}, "device must be one that this torch can use"),
         ({"fields": "token_ids"}, "list of names"),
     ]:
         with pytest.raises((InputError, ConfigError), match=words):
@@ -875,7 +968,7 @@ def test_a_rank_that_does_not_come_is_named(open_spool):
 
     found = ranks(sp.config.uri, mesh, consume, places=(0, 2), join_timeout_s=1.5)
     for error in found:
-        assert isinstance(error, RankError) and "ranks tp=[1] of 3" in str(error) and "name" in str(error)
+        assert isinstance(error, RankError) and "of the 3 ranks that share this feed only tp=[0, 2] came" in str(error)
 
 
 def test_a_rank_that_left_before_the_others_came_may_come_again(open_spool):
@@ -924,6 +1017,84 @@ def test_ranks_that_connect_with_other_arguments_are_told_both(open_spool):
             with pytest.raises(RankError, match="wants depth=3, the first one 2"):
                 next(iter(each))
         other.close()
+
+
+def test_a_rank_that_comes_after_the_failure_is_told(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy", fields=["nothing"]) as feed:
+        feed.submit(plan(refs, mesh, n_micro=1), refs)
+        with pytest.raises(NotFoundError, match="nothing"):
+            next(iter(feed))
+    feed = train.connect(sp.config.uri, mesh, 0, framework="numpy", fields=["nothing"])
+    feed.submit(plan(refs, mesh, n_micro=1), refs)
+    wait_for(lambda: feed._failure is not None)
+    with train.connect(sp.config.uri, mesh, 1, framework="numpy", fields=["nothing"]) as late:
+        with pytest.raises((NotFoundError, RankError)) as caught:
+            next(iter(late))
+        assert "nothing" in str(caught.value) or "tp=[1]" in str(caught.value)
+    feed.close()
+
+
+def test_a_spool_that_is_not_there_is_said_to_all(tmp_path):
+    def consume(feed, rank):
+        return next(iter(feed))
+
+    for error in ranks(f"file://{tmp_path}/nowhere", Mesh(tp=2), consume, join_timeout_s=20.0):
+        assert isinstance(error, NotFoundError) and "nowhere" in str(error)
+
+
+def test_who_connects_and_says_nothing_holds_nobody_up(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    digest = digest_of("", sp.config.uri, (0, 0, 0, 0))
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=1), refs)
+        feed.finish()
+        return len([micro.number for micro in feed])
+
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
+        wait_for(lambda: feed.reader_pid is not None)
+        for said in (b"", b"\x05\x00\x00\x00hello"):
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.connect(f"\0spool-feed-{os.getuid()}-{digest}")
+            peer.sendall(said)
+        with train.connect(sp.config.uri, mesh, 1, framework="numpy") as other:
+            feed.submit(plan(refs, mesh, n_micro=1), refs)
+            feed.finish()
+            assert [micro.number for micro in other] == [micro.number for micro in feed] == [0]
+    peer.close()
+
+
+def test_a_forked_child_cannot_use_its_parents_feed(open_spool):
+    sp = open_spool()
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy") as feed:
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                next(iter(feed))
+            except InputError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert b"connect in every process" in os.read(read, 1000)
+
+
+def test_memory_is_checked_over_mini_batches(open_spool):
+    sp = open_spool()
+    refs = record(sp, lengths=(40, 40))
+    plans = [plan([ref], Mesh(), n_micro=1) for ref in refs]
+
+    def consume(feed, rank):
+        for planned, ref in zip(plans, refs, strict=True):
+            feed.submit(planned, [ref])
+        feed.finish()
+        return [micro.n_bytes for micro in feed]
+
+    ((size, _),) = ranks(sp.config.uri, Mesh(), consume)
+    (error,) = ranks(sp.config.uri, Mesh(), consume, memory_bytes=size + 100)
+    assert isinstance(error, CapacityError) and error.details["need"] == 2 * size
 
 
 def test_a_planned_micro_batch_that_does_not_come_ends_the_wait(open_spool, spool_uri):

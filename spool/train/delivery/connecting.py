@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from spool.arguments import instance, integer, names, one_of, optional, refused, seconds, text
@@ -95,8 +96,10 @@ def connect(
         join_timeout_s=seconds("join_timeout_s", join_timeout_s),
     )  # fmt: skip
     _check(settings)
-    check_rank("tp", where.tp, settings.n_ranks)
-    stage, timeout_s = stager(framework, device), seconds("timeout_s", timeout_s)
+    check_rank("tp", where.tp, mesh.tp)
+    if not 1 <= settings.n_ranks <= mesh.tp:
+        raise refused("n_ranks", f"at least 1, and at most tp={mesh.tp}", settings.n_ranks)
+    stage, timeout_s = stager(framework, device), _positive("timeout_s", timeout_s)
     digest = digest_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, integer("chunk", chunk)))
     link = joined(digest, settings)
     ahead = settings.depth if device is None else 1
@@ -114,6 +117,10 @@ def _place(mesh: object, place: object) -> Place:
 
 
 def _check(settings: Settings) -> None:
+    if not 0 <= settings.pad_token_id < 1 << 31:
+        raise refused("pad_token_id", "a token id, of 31 bits", settings.pad_token_id)
+    if not isfinite(_positive("join_timeout_s", settings.join_timeout_s)):
+        raise refused("join_timeout_s", "a number of seconds", settings.join_timeout_s)
     if settings.depth < 2:
         raise refused("depth", "at least 2: one micro-batch is made while another is used", settings.depth)
     one_of("dtype", settings.dtype, ("stored", "train"))
@@ -123,6 +130,12 @@ def _check(settings: Settings) -> None:
     if rule not in ("all", "last") and (type(rule) is not int or rule < 0):
         raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
     expert_spec(settings.experts)
+
+
+def _positive(name: str, value: object) -> float:
+    if not seconds(name, value):
+        raise refused(name, "seconds, more than 0", value)
+    return seconds(name, value)
 
 
 def _size(name: str, value: object) -> int:

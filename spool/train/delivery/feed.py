@@ -99,6 +99,8 @@ class Feed:
         self._finished = self._closed = False
         self._mapped: dict[int, int] = {}
         self._n_taken = 0
+        self._took_last = False
+        self._pid = os.getpid()
         self._room = threading.Semaphore(ahead)
         self._stats = FeedStats()
         self._failure: Failure | None = None
@@ -165,9 +167,10 @@ class Feed:
             SpoolError: what was wrong with reading a mini-batch, on all ranks.
             InputError: this rank holds as many micro-batches as ``depth`` allows, and asks for another.
         """
-        while not isinstance(found := self._peek(), End):
-            last = found.last
-            yield self._take()
+        while not isinstance(self._peek(), End):
+            taken = [self._take()]
+            last = self._took_last
+            yield taken.pop()  # no name here may hold a micro-batch
             if last:
                 return
 
@@ -190,7 +193,7 @@ class Feed:
         assert not isinstance(staged, End)
         self._room.release()
         ready, work, stats = staged.ready, staged.work, self._stats
-        self._n_taken = ready.serial + 1
+        self._n_taken, self._took_last = ready.serial + 1, staged.last
         self._stats = msgspec.structs.replace(
             stats, n_micro=stats.n_micro + 1, n_bytes=stats.n_bytes + ready.n_bytes,
             fetched_bytes=stats.fetched_bytes + ready.fetched_bytes,
@@ -233,6 +236,8 @@ class Feed:
         return self._stats.n_micro < self._n_planned
 
     def _check_usable(self) -> None:
+        if self._pid != os.getpid():
+            raise InputError("this feed is the parent process's: connect in every process that trains")
         if self._failure is not None:
             raise self._failure.error()
         if self._closed:
@@ -275,7 +280,7 @@ class Feed:
         except BaseException as error:
             log.exception("a feed cannot take in what comes")
             self._link.send(Failed(f"{type(error).__name__}: {error}"))
-            self._fail(Failure.of(error))
+            self._fail(Failure.of(error, "this rank of the feed"))
         with suppress(EOFError, RankError):
             while True:
                 self._link.drop(self._link.receive()[1])

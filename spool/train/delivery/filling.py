@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.model.fields import LOSS_MASK, ROUTED_EXPERTS, FieldSpec
+from spool.model.fields import LOSS_MASK, FieldSpec
 from spool.train.delivery import arrays, memory
 from spool.train.delivery.arrays import Arrangement, arrange, behind, check_fields, pad
 from spool.train.delivery.work import Settings, Work
 from spool.train.planning.items import Piece
-from spool.train.planning.placement import Placement, before_response, placement, uncovered
+from spool.train.planning.placement import Placement, before_response, placement, rebased, uncovered
 from spool.train.restoring import gaps
 from spool.train.restoring.entries import entries_of
-from spool.train.restoring.fields import expert_spec, have_routing
+from spool.train.restoring.fields import expert_spec
 from spool.train.restoring.layouts import STALENESS, VERSIONS
 from spool.train.restoring.reading import make_plan
 from spool.train.restoring.versions import VersionOrder, masked_versions, staleness, token_versions
@@ -46,7 +46,13 @@ class Prepared(NamedTuple):
     arrangements: tuple[Arrangement, ...]
 
 
-def prepare(spool: Spool, work: Work, settings: Settings, room: Callable[[int], memory.Room] | None = None) -> Prepared:
+def prepare(
+    spool: Spool,
+    work: Work,
+    settings: Settings,
+    room: Callable[[int], memory.Room] | None = None,
+    before: Iterable[int] = (),
+) -> Prepared:
     """Find out what a mini-batch's fields are, and what of them is missing; no payload is read.
 
     Args:
@@ -54,6 +60,7 @@ def prepare(spool: Spool, work: Work, settings: Settings, room: Callable[[int], 
         work: the mini-batch.
         settings: what ranks want of it.
         room: called with the bytes that it takes, returns what there is; what this process may take where None.
+        before: bytes of micro-batches that may still be held when its first ones are made.
 
     Raises:
         InputError: fields do not fit a micro-batch, or nobody says what one is.
@@ -68,12 +75,13 @@ def prepare(spool: Spool, work: Work, settings: Settings, room: Callable[[int], 
     plan = make_plan(spool, entries, asked, expert_spec(settings.experts), settings.missing, order)
     check_fields(plan.specs.values(), split=work.split)
     arrangements = tuple(arrange(share, plan.specs, work.layers, settings.dtype) for share in work.shares)
-    _check_memory(arrangements, settings, room or memory.Memfds().room)
+    sizes = [*before, *(arrangement.n_bytes for arrangement in arrangements)]
+    _check_memory(sizes, settings, room or memory.Memfds().room)
     return Prepared(work, plan.specs, dict(zip(numbers, plan.covers, strict=True)), order, arrangements)
 
 
-def _check_memory(arrangements: Sequence[Arrangement], settings: Settings, room: Callable[[int], memory.Room]) -> None:
-    largest = sorted((arrangement.n_bytes for arrangement in arrangements), reverse=True)[: settings.depth]
+def _check_memory(sizes: Iterable[int], settings: Settings, room: Callable[[int], memory.Room]) -> None:
+    largest = sorted(sizes, reverse=True)[: settings.depth]
     need = sum(largest)
     found = room(need)
     if settings.memory_bytes is not None:
@@ -117,9 +125,10 @@ def _read(
 ) -> None:
     """Read the rows of all pieces in one pass, as far as possible into their places."""
     refs = [part.ref for part in parts]
-    names = [name for name in prepared.specs if name not in _DERIVED]
-    if not have_routing(refs):
-        names = [name for name in names if name != ROUTED_EXPERTS]
+    names = [name for name in prepared.specs if name not in _DERIVED and any(part.has(name) for part in parts)]
+    for name in prepared.specs.keys() - {*names, *_DERIVED}:
+        for place in columns[name]:
+            views[name][place.first : place.last] = 0
     slots = [{name: columns[name][number].slot(views[name]) for name in names} for number in range(len(parts))]
     samples = spool.read(
         refs,
@@ -147,6 +156,16 @@ class _Part:
         self._begin = piece.to - piece.row
         self._versions: NDArray[np.int64] | None = None
 
+    def has(self, name: str) -> bool:
+        """Return whether the sequence has any row of a field."""
+        cover = self._covers.get(name)
+        if cover is None:
+            return True
+        n = {"forward": self.ref.n_rows - 1, "response": self.ref.response_length}.get(
+            cover.spec.align, self.ref.n_tokens
+        )
+        return bool(sum(stop - start for start, stop in cover.gaps) < n)
+
     def placement(self, spec: FieldSpec) -> Placement:
         """Return where the rows of a field go."""
         if spec.align == "response":
@@ -169,7 +188,7 @@ class _Part:
         if cover is not None and cover.gaps:
             gaps.fill(rows, self._positions(spec, place), cover, ids=True, layers=self._layers)
         if spec.positions:
-            rows[rows >= 0] += self._begin
+            rows[:] = rebased(rows, gaps.first_rows(self.ref) if self.ref.units else None, self._begin)
 
     def _positions(self, spec: FieldSpec, place: Placement) -> NDArray[np.int64]:
         """Return which positions of the field the placed rows have."""

@@ -61,6 +61,7 @@ class Group:
         self.n_ranks, self._depth = n_ranks, depth
         self._changed = threading.Condition()
         self._ranks: dict[int, Rank] = {}
+        self._came = False
         self._works: dict[int, bytes] = {}
         self._submitted: list[tuple[bytes, Rank]] = []
         self._n_works: int | None = None
@@ -84,37 +85,44 @@ class Group:
     @property
     def deserted(self) -> bool:
         """Whether ranks came, and all of them have left."""
-        return bool(self._ranks) and all(rank.gone for rank in self._ranks.values())
+        return self._came and all(rank.gone for rank in self._ranks.values())
 
     @property
-    def absent(self) -> list[int]:
-        """Which ranks have not come."""
-        return [tp for tp in range(self.n_ranks) if tp not in self._ranks]
+    def came(self) -> list[int]:
+        """Which ranks have come."""
+        return sorted(self._ranks)
 
     def join(self, rank: Rank) -> None:
-        """Let a rank take part; it is told of what was planned before.
+        """Let a rank take part; it is told of what was planned before, or of what went wrong.
 
         Raises:
-            RankError: it takes part already, or there is no such rank.
+            RankError: it takes part already, or as many ranks do as were said to come.
         """
         with self._changed:
-            if rank.tp not in range(self.n_ranks):
-                raise RankError(f"{rank} is none of the {self.n_ranks} ranks that share this feed")
-            if rank.tp in self._ranks and not self._ranks[rank.tp].gone:
+            if self.complete and rank.tp not in self._ranks:
+                raise RankError(
+                    f"{rank} is one more than the {self.n_ranks} ranks that were to share this feed, tp={self.came}: "
+                    "say how many are on this node (connect(n_ranks=))"
+                )
+            if rank.tp in self._ranks:
                 raise RankError(
                     f"{self._ranks[rank.tp]} takes part in this feed already, and {rank} wants its place: give "
                     "each job a name of its own (connect(name=))"
                 )
-            self._ranks[rank.tp] = rank
+            self._ranks[rank.tp], self._came = rank, True
             rank.link.send(Welcome(os.getpid()))
             for number, work in self._works.items():
                 rank.link.send(Planned(number, work))
+            if self._failure is not None:
+                rank.link.send(self._failure)
             self._changed.notify_all()
 
     def leave(self, rank: Rank) -> None:
         """Take a rank out, and what it held."""
         with self._changed:
             rank.gone = True
+            if not self.complete:  # it may come again, and is waited for
+                del self._ranks[rank.tp]
             for holders in self._held.values():
                 holders.discard(rank.tp)
             self._forget_held()
@@ -122,7 +130,7 @@ class Group:
     def wait_until_left(self) -> None:
         """Return when all ranks that came have left."""
         with self._changed:
-            self._changed.wait_for(lambda: self.deserted or not self._ranks)
+            self._changed.wait_for(lambda: self.deserted or not self._came)
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks what went wrong; what goes wrong afterwards follows from it, and is told nobody."""

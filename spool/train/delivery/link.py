@@ -19,6 +19,7 @@ from spool.train.delivery import memory
 from spool.train.delivery.messages import Message
 
 CLOSE_S = 2.0
+HELLO_S = 5.0
 _HEADER = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _encode = msgspec.msgpack.Encoder().encode
@@ -62,7 +63,10 @@ class SocketLink:
             RankError: memory came, and this process may open no more files.
         """
         header, fd = self._take_header()
-        return _decode(self._take(_HEADER.unpack(header)[0])), fd
+        message = _decode(self._take(_HEADER.unpack(header)[0]))
+        if self._connection.gettimeout() is not None:
+            self._connection.settimeout(None)
+        return message, fd
 
     def map(self, fd: int, n_bytes: int) -> mmap.mmap:
         """Return a mapping of memory that came, whose pages are shared until this process writes to one."""
@@ -161,9 +165,9 @@ class SocketListener:
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return None
-        connection.settimeout(None)
+        connection.settimeout(HELLO_S)  # until it says something
         link = SocketLink(connection)
         if link.same_user:
             return link

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from spool.sizes import format_size
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
+CLOSE_S = 10.0
 _UNLIMITED = 1 << 60
 """Control groups of version 1 say a number like this where there is no limit."""
 
@@ -45,7 +47,7 @@ class Memfds:
         try:
             into = writing(fd, n_bytes)
             fill(into)
-            into.close()
+            _close(into)
             seal(fd)
             yield fd
         finally:
@@ -67,7 +69,11 @@ def create(n_bytes: int) -> int:
         os.close(fd)
         if error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise too_little(n_bytes, room()) from error
-        raise
+        raise CapacityError(
+            f"a micro-batch of {format_size(n_bytes)} cannot be made: {error.strerror}; it counts as a file "
+            "(ulimit -f): raise that, or plan smaller micro-batches (max_tokens=)",
+            need=n_bytes,
+        ) from error  # fmt: skip
     return fd
 
 
@@ -83,7 +89,26 @@ def seal(fd: int) -> None:
 
 def reading(fd: int, n_bytes: int) -> mmap.mmap:
     """Return a private mapping of a memfd: pages are shared with all that map it, until this process writes to one."""
-    return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise CapacityError(
+            f"this process cannot map a micro-batch of {format_size(n_bytes)}: {error.strerror}; look at its limits "
+            "(ulimit -v, ulimit -n)",
+            need=n_bytes,
+        ) from error  # fmt: skip
+
+
+def _close(into: mmap.mmap) -> None:
+    """Close a mapping that was filled: threads that read into it hold their views a moment longer than the read."""
+    deadline = time.monotonic() + CLOSE_S
+    while True:
+        try:
+            return into.close()
+        except BufferError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.0005)
 
 
 def private(n_bytes: int) -> mmap.mmap:

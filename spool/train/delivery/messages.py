@@ -116,10 +116,10 @@ class Failure(Struct, frozen=True, tag="failure"):
     details: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Return what ranks are told of an exception."""
+    def of(cls, error: BaseException, who: str = "the process that reads for this feed") -> Failure:
+        """Return what ranks are told of an exception of ``who``."""
         if not isinstance(error, SpoolError):
-            error = RankError(f"the feed's reorganiser failed: {type(error).__name__}: {error}")
+            error = RankError(f"{who} failed: {type(error).__name__}: {error}")
         name = next(base.__name__ for base in type(error).__mro__ if base.__module__ == errors.__name__)
         return cls(name, str(error), msgspec.to_builtins(error.details, enc_hook=repr))
 

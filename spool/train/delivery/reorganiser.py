@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
@@ -41,6 +42,7 @@ class Reorganiser:
         self._listener, self._memory, self._settings = listener, memory, settings
         self._group = Group(settings.n_ranks, settings.depth)
         self._fetched_bytes = 0
+        self._recent: deque[int] = deque(maxlen=settings.depth - 1)
 
     def run(self) -> bool:
         """Serve; return whether all went well."""
@@ -75,23 +77,34 @@ class Reorganiser:
             RankError: one did not come in time.
         """
         deadline = time.monotonic() + self._settings.join_timeout_s
-        while not (self._group.complete or self._group.deserted or self._group.failed):
+        while self._waits_for_ranks or self._accept(0.0):  # who stands at the door when all is over is answered, too
+            if not self._waits_for_ranks:
+                continue
             left = deadline - time.monotonic()
             if left <= 0:
                 raise RankError(
-                    f"ranks tp={self._group.absent} of {self._group.n_ranks} that share this feed did not come within "
-                    f"{self._settings.join_timeout_s:g} s: do they call connect with the same name, spool, mesh and "
+                    f"of the {self._group.n_ranks} ranks that share this feed only tp={self._group.came} came within "
+                    f"{self._settings.join_timeout_s:g} s: do all call connect with the same name, spool, mesh and "
                     "place? Say how many ranks are on this node (connect(n_ranks=))"
                 )
-            if (link := self._listener.accept(min(left, 0.5))) is not None:
-                self._admit(link)
+            self._accept(min(left, 0.5))
+
+    @property
+    def _waits_for_ranks(self) -> bool:
+        return not (self._group.complete or self._group.deserted)
+
+    def _accept(self, timeout_s: float) -> bool:
+        link = self._listener.accept(timeout_s)
+        if link is not None:
+            self._admit(link)
+        return link is not None
 
     def _admit(self, link: Link) -> None:
         """Let a rank in, or tell it why not."""
         try:
             hello, _ = link.receive()
-        except EOFError:
-            return
+        except (EOFError, RankError, msgspec.MsgspecError):
+            hello = None
         if not isinstance(hello, Hello):
             link.close()
             return
@@ -166,9 +179,10 @@ class Reorganiser:
             if work is None:
                 self._group.end()
                 return
-            prepared = prepare(spool, _decode(work), self._settings, self._room)
+            prepared = prepare(spool, _decode(work), self._settings, self._room, self._recent)
             for micro in range(len(prepared.arrangements)):
                 self._group.wait_for_room()
+                self._recent.append(prepared.arrangements[micro].n_bytes)
                 self._make(spool, prepared, next(serials), number, micro)
 
     def _make(self, spool: Spool, prepared: Prepared, serial: int, mini_batch: int, number: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from spool.arguments import refused
 from spool.train.restoring.tensors import Framework, converter, import_torch, same_memory
 
 Arrays = dict[str, "NDArray[Any]"]
@@ -25,6 +26,10 @@ def stager(framework: Framework, device: Any) -> Stage:
         return lambda arrays: lambda: dict(arrays)
     torch = import_torch()
     place = torch.device("cpu" if device is None else device)
+    try:
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise refused("device", f"one that this torch can use ({error})", device) from error
     if place.type == "cpu":
         return lambda arrays: lambda: {name: same_memory(array) for name, array in arrays.items()}
     return _to_cuda(torch, place) if place.type == "cuda" else _to_device(place)

@@ -10,6 +10,7 @@ from spool.arguments import instance, listed
 from spool.errors import InputError
 from spool.model.moe import MoEShape
 from spool.model.refs import SegmentRef, StepRef
+from spool.read.lookup import names_of
 from spool.train.planning.items import items_of
 from spool.train.planning.planner import Place, Plan, RankPlan
 from spool.train.planning.shares import Share
@@ -52,8 +53,8 @@ class Work(Struct, frozen=True, kw_only=True):
 
     Attributes:
         plan: what they consume; the place is that of their first one.
-        refs: the sequences, by their number in the plan, None for a sample that failed; and the one of the mini-batch
-            that says most of its fields, so that ranks which have only padding know what they have.
+        refs: the sequences, by their number in the plan, None for a sample that failed; and for each field of the
+            mini-batch one that has it, so that all ranks have the same fields, and those with only padding, too.
         split: whether ranks have parts of sequences only.
         version: of the current weights, as `restore` takes it.
     """
@@ -104,8 +105,11 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
                 "references in the order in which they were planned",
                 entry=number, expected=item.n_rows, got=ref.n_rows,
             )  # fmt: skip
-    telling = sorted((-len(ref.extents), number) for number, ref in enumerate(given) if ref is not None)[:1]
-    needed = sorted({item for share in mine.shares for item in share.items} | {number for _, number in telling})
+    telling: dict[str, int] = {}
+    for number, ref in enumerate(given):
+        for name in () if ref is None else names_of(ref, None):
+            telling.setdefault(name, number)
+    needed = sorted({item for share in mine.shares for item in share.items} | set(telling.values()))
     return Work(
         plan=mine, refs={number: given[number] for number in needed}, split=plan.mesh.cp > 1,
         version=_version(version),

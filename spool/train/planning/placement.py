@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spool.errors import InputError
 from spool.train.planning.items import Piece, Range
 
 
@@ -74,3 +75,22 @@ def uncovered(n_rows: int, placements: Iterable[Placement]) -> list[Range]:
     if at < n_rows:
         found.append((at, n_rows))
     return found
+
+
+def rebased(positions: NDArray[Any], first_rows: NDArray[np.int64] | None, begin: int) -> NDArray[np.int64]:
+    """Return token positions of a sequence as rows of a packed array; negative ones, which are none, stay.
+
+    Args:
+        positions: of tokens, any shape.
+        first_rows: the first row of each token, counted in the sequence; None where each token is a row.
+        begin: the sequence's first row in the packed array.
+
+    Raises:
+        InputError: there is no such token.
+    """
+    rows = positions.astype(np.int64)
+    real = rows >= 0
+    if first_rows is not None and rows.max(initial=-1) >= len(first_rows):
+        raise InputError(f"a position is {rows.max()}, and the sequence has {len(first_rows)} tokens")
+    rows[real] = (rows[real] if first_rows is None else first_rows[rows[real]]) + begin
+    return rows

@@ -133,6 +133,8 @@ def _place(piece: Piece, rows: np.ndarray, out: np.ndarray, align: str) -> None:
             f"got {len(rows)}: read them with tokens=piece.tokens",
             item=piece.item, expected=least, got=len(rows),
         )  # fmt: skip
+    if not np.can_cast(rows.dtype, out.dtype, "safe"):
+        raise InputError(f"out= is {out.dtype}, which does not hold every {rows.dtype}: make it {rows.dtype}")
     placement(piece, align, absent=n_tokens - len(rows)).put(out, rows)
 
 

@@ -21,7 +21,8 @@ from spool.read.memory import Memory
 from spool.read.sample import Sample
 from spool.read.select import layer_range
 from spool.train.planning.items import Item, Piece, cut
-from spool.train.planning.placement import Placement, before_response, placement, uncovered
+from spool.train.planning.placement import Placement, before_response, placement, rebased, uncovered
+from spool.train.restoring.gaps import first_rows
 
 Array = NDArray[Any]
 
@@ -133,7 +134,8 @@ class Packer:
                 _check_fill(self._fill, dtype, name)
             array = self._memory.empty((begins[-1], *shape), dtype)
         fill = 0 if spec.ragged or align != "forward" else self._fill
-        return _Column(spec, align, begins, places, array, fill)
+        starts = [first_rows(ref) if spec.positions and ref.units else None for ref in refs]
+        return _Column(spec, align, begins, places, starts, array, fill)
 
     def _spec(self, name: str, refs: Sequence[SegmentRef]) -> FieldSpec:
         found = _KNOWN.get(name) or self._recorded(name, refs)
@@ -183,6 +185,7 @@ class _Column(NamedTuple):
         align: what its rows stand for; ``token`` for the loss mask, which a read gives for every token.
         begins: the first row of each in the batch, and one past the last row of all.
         places: where the rows of each go.
+        starts: of fields of positions the first row of each token, counted in its segment; None where each is a row.
         array: takes the rows, or of a ragged field how many values each row has; None where rows are joined at the end.
         fill: stands where a segment has no row.
     """
@@ -191,6 +194,7 @@ class _Column(NamedTuple):
     align: str
     begins: Sequence[int]
     places: Sequence[Placement]
+    starts: Sequence[NDArray[np.int64] | None]
     array: Array | None
     fill: int
 
@@ -206,9 +210,9 @@ class _Column(NamedTuple):
             return np.concatenate(values)
         self._place(values)
         if self.spec.positions:
-            for begin, place in zip(self.begins, self.places, strict=False):
+            for begin, place, starts in zip(self.begins, self.places, self.starts, strict=False):
                 own = self.array[place.first : place.last]
-                own[own >= 0] += begin
+                own[:] = rebased(own, starts, begin)
         return self.array
 
     def _place(self, values: Sequence[Array]) -> None:
@@ -222,8 +226,8 @@ class _Column(NamedTuple):
     def _ragged(self, values: Sequence[Ragged]) -> Ragged:
         lengths, parts = [np.diff(rows.offsets) for rows in values], [rows.values for rows in values]
         if self.spec.positions:
-            pairs = zip(parts, self.begins, strict=False)
-            parts = [np.where(part >= 0, part.astype(np.int64) + begin, part) for part, begin in pairs]
+            pairs = zip(parts, self.starts, self.begins, strict=False)
+            parts = [rebased(part, starts, begin) for part, starts, begin in pairs]
         if self.array is None:
             counts = np.concatenate(lengths)
         else:
@@ -238,7 +242,7 @@ def _n_rows(value: Any) -> int:
 
 
 def _repeat_ragged(values: Array, lengths: Array, repeats: NDArray[np.int64] | None) -> Array:
-    if repeats is None:
+    if repeats is None or not len(lengths):
         return values
     rows = np.split(values, np.cumsum(lengths)[:-1])
     return np.concatenate([row for row, n in zip(rows, repeats.tolist(), strict=True) for _ in range(n)])

@@ -96,9 +96,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
 class Batches:
     """An iterable of a rank's `Batch`es; each ``iter()`` is an epoch. Made by `SegmentDataset.batches`.
 
-    An iteration that reached its end is followed by the next epoch, one that was left by the same epoch again, and a
-    loaded state by what comes behind it. DataLoader workers that live on (``persistent_workers=True``) count epochs
-    by themselves; for those made anew each time call `set_epoch`, as for torch's DistributedSampler.
+    Each iteration is the next epoch, whether the one before was gone over to its end or not, so that DataLoader workers
+    that live on (``persistent_workers=True``) stay together; a loaded state is followed by what comes behind it. For
+    workers made anew each time call `set_epoch`, as for torch's DistributedSampler.
     """
 
     def __init__(
@@ -109,20 +109,20 @@ class Batches:
         self._n_segments = len(dataset)
         self._epoch = self._position = 0
         self._worker: int | None = None
-        self._loaded = self._ended = False
+        self._loaded = self._begun = self._ended = False
         if oversize == "error":
             self._check_sizes()
 
     def __iter__(self) -> Iterator[Batch]:
         worker, n_workers = _worker()
         if not self._loaded:
-            self._begin(self._epoch + self._ended)
+            self._begin(self._epoch + self._begun)
         epoch = epoch_of(self._units(), self._rules, self._epoch)
         rank, world_size, ends = self._share
         stop = end_of(len(epoch), self._position, world_size, ends)
         if self._worker is None:
             self._position += worker * world_size
-        self._worker, self._loaded = worker, False
+        self._worker, self._loaded, self._begun = worker, False, True
         numbers = range(self._position + rank, stop, n_workers * world_size)
         self._ended = not numbers
         return self._run(epoch, numbers, n_workers)
@@ -157,7 +157,7 @@ class Batches:
 
     def __len__(self) -> int:
         """Return how many batches this rank has in the epoch that a new iteration begins with."""
-        epoch = epoch_of(self._units(), self._rules, self._epoch + (self._ended and not self._loaded))
+        epoch = epoch_of(self._units(), self._rules, self._epoch + (self._begun and not self._loaded))
         rank, world_size, ends = self._share
         return len(range(rank, end_of(len(epoch), 0, world_size, ends), world_size))
 
@@ -211,7 +211,8 @@ class Batches:
         self._loaded = True
 
     def _begin(self, epoch: int) -> None:
-        self._epoch, self._position, self._worker, self._ended = epoch, 0, None, False
+        self._epoch, self._position, self._worker = epoch, 0, None
+        self._begun = self._ended = False
 
     def _state(self, epoch: int, position: int) -> State:
         n = self._n_segments

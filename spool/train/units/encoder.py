@@ -158,6 +158,8 @@ class UnitEncoder:
         return self._encoder(self._collate(arrays))
 
     def _checked(self, found: Any, units: Sequence[IndexedUnit], arrays: list[Any]) -> Any:
+        if not isinstance(found, torch.Tensor | Sequence):
+            raise PayloadError(f"the encoder gives {type(found).__name__}: it must give a tensor, or one for each unit")
         if not isinstance(found, torch.Tensor):
             return torch.cat(_each_checked(list(found), units))
         expected = sum(unit.n_rows for unit in units)
@@ -214,4 +216,5 @@ def _kind(out: Any) -> str:
 def _tensor(array: Any, device: Any) -> Any:
     if isinstance(array, torch.Tensor):
         return array.to(device)
-    return same_memory(np.require(array, requirements=["C", "W"])).to(device)
+    native = np.asarray(array, array.dtype.newbyteorder("="))
+    return same_memory(np.require(native, requirements=["C", "W"])).to(device)

@@ -278,7 +278,8 @@ def encode_once(
         units: the plan; the same on every rank.
         load: gives an array for each of a list of keys, in order.
         collate: makes of a list of arrays what the encoder takes; None: a list of tensors on the device of ``like``.
-        max_rows: most rows that the encoder gets at once; None: all of a rank in one call.
+        max_rows: most rows that the encoder gets at once; None: all of a rank in one call. Calls have backward run
+            one by one, so they must not share a graph, as that of weights which the encoder computes once and keeps.
         recompute: keep no activations of the encoder; in `EncodeOnce.backward` each batch is loaded and encoded again,
             so that those of one batch are there at once. Random numbers (dropout) come again as they were.
         group: the process group; None for the default one.
