@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import session
 from replaying import WHERE, Environment, facts, packed, record, record_run
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -33,6 +34,7 @@ from spool.errors import InputError
 from spool.importers import read_runs
 from spool.importers.base import ImportedRun
 from spool.importers.record import record_run as record_imported
+from spool.model.fields import FieldSpec
 from spool.model.refs import Extent, SegmentRef
 from spool.spiller.evict import evict
 from spool.train.replay import stream
@@ -350,6 +352,22 @@ def test_another_number_of_ranks_goes_on_where_all_were(workers):
         batches.load_state_dict(ranks[rank % 2][-1].state)
         rest += ids(workers(batches, 2))
     assert sorted(chain(*rest, *ids(ranks[0]), *ids(ranks[1]))) == sorted(ref.session_id for ref in dataset.refs)
+
+
+def test_a_ragged_response_field_of_a_segment_without_a_response(open_spool):
+    spec = FieldSpec(name="kept_ids", dtype="int32", align="response", ragged=True)
+    sp = open_spool(fields=[spec])
+    for number, response in enumerate(([7], [])):
+        s = session(sp, f"s{number}")
+        s.append(
+            prompt_token_ids=[1, 99, 2], response_token_ids=response, units=[("image", 1, 4)],
+            fields={"kept_ids": [[5, 6]] * len(response)},
+        )  # fmt: skip
+        s.finalize(trailing="keep")
+    with SegmentDataset(sp.config.uri, framework="numpy", fields=["kept_ids"], missing=0) as dataset:
+        (batch,) = dataset.batches(batch_size=2)
+    assert batch["kept_ids"].values.tolist() == [5, 6]
+    assert np.diff(batch["kept_ids"].offsets).sum() == 2
 
 
 def test_epochs_and_iterations_that_were_left():
