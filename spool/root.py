@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import time
+from contextlib import suppress
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
@@ -237,6 +239,8 @@ def _streams(root: str) -> list[str]:
 def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
     """Write a lost ``spool.json`` again, from the id that streams keep; None where it is there, or no spool is.
 
+    The cold root is the one that packs were brought over to, where their markers agree on it; else it has none.
+
     Raises:
         IntegrityError: no stream keeps an id, as those of earlier versions, or they differ; or the file is torn.
         StorageError: it cannot be written.
@@ -258,8 +262,22 @@ def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
             file=os.path.join(root, "spool.json"), ids=list(found),
         )  # fmt: skip
     ((spool_id, created),) = found.items()
-    restored = Identity(FORMAT, spool_id, created)
+    urls = _cold_roots(root)
+    restored = Identity(FORMAT, spool_id, created, spill=urls.pop() if len(urls) == 1 else None)
     return restored if dry_run else _create(root, restored)
+
+
+class _Marker(Struct):
+    root: str | None = None
+
+
+def _cold_roots(root: str) -> set[str]:
+    """Return the URLs of cold roots that the markers of spilled packs name."""
+    found = set[str | None]()
+    for path in glob.iglob(f"{glob.escape(root)}/streams/*/records/*.cold"):
+        with suppress(SpoolError, msgspec.DecodeError):
+            found.add(msgspec.json.decode(read_file(path), type=_Marker).root)
+    return {url for url in found if url is not None}
 
 
 def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
