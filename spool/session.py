@@ -161,7 +161,7 @@ class Session:
             check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
-            metadata, parent = json_facts(step.metadata, what), self._own_step(step.parent)
+            metadata, parent = json_facts(step.metadata, f"metadata of {what}"), self._own_step(step.parent)
             signature, known = b"", None
             if step.step_id is not None:
                 named = state.find(parent, held) if isinstance(parent, str) else None
