@@ -36,6 +36,7 @@ from spool.observe import Observer
 from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
+from spool.root import check_there
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.stores.units import HotUnits
@@ -99,7 +100,7 @@ class Recorder:
         self._closed = False
         self.known_tools = KnownTools()
         self._unended: set[str] = set()
-        self._failing: set[str] = set()
+        self._said_failing: dict[str, str] = {}
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
@@ -216,15 +217,13 @@ class Recorder:
                 self._drop(session)
 
     def _attempt(self, what: str, work: Callable[[], object]) -> None:
-        """Do a part of the upkeep; why it fails is said once, until it succeeds again."""
+        """Do a part of the upkeep; why it fails is said once, until it is another reason."""
         try:
             work()
         except (SpoolError, OSError) as error:
-            if what not in self._failing:
+            if self._said_failing.get(what) != str(error):
                 log.warning("upkeep goes on without %s: %s", what, error)
-            self._failing.add(what)
-        else:
-            self._failing.discard(what)
+            self._said_failing[what] = str(error)
 
     def _drop(self, session: Session) -> None:
         """Let go of a session that was refused: nothing of it is recorded here."""
@@ -398,6 +397,7 @@ class Recorder:
     def _make_writer(self, schema: Schema) -> StreamWriter:
         self.check_recording()
         assert self._config.root is not None
+        check_there(self._config.root, self.spool_id)
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
         if self._config.spill is not None or self._config.hot_bytes is not None:

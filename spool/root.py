@@ -15,7 +15,7 @@ import xxhash
 from msgspec import Struct
 
 from spool.config import Config
-from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError, moved_away
 from spool.formats.shard import parse_attributes
 from spool.observe import Observer, Retried, tell
 from spool.stores.local import check_hot_root, create_atomic, map_os_error, read_file, write_atomic
@@ -119,6 +119,17 @@ def read_identity(root: str) -> Identity | None:
         return _parse(read_file(path), path)
     except NotFoundError:
         return None
+
+
+def check_there(root: str, spool_id: str) -> None:
+    """Check that a hot root that was opened is still the one at ``root``.
+
+    Raises:
+        StorageError: it was moved, removed or replaced.
+    """
+    found = read_identity(root)
+    if found is None or found.id != spool_id:
+        raise moved_away(root)
 
 
 def read_cold_identity(objects: Objects) -> Identity | None:
