@@ -106,6 +106,15 @@ class StorageError(SpoolError, OSError):
     kind = "storage"
 
 
+def moved_away(root: str) -> StorageError:
+    """Return the error for a hot root that is not where it was opened."""
+    return StorageError(
+        f"the hot root {root} was moved, removed or replaced while it was open, and nothing more is recorded; move it "
+        "back, or close this handle and open the spool where it is now",
+        root=root,
+    )
+
+
 class LockedError(StorageError):
     """Another live process owns this stream or role."""
 

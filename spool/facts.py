@@ -15,8 +15,8 @@ from spool.catalog.query import SEGMENT, SESSION
 from spool.catalog.where import KEYWORDS, NAME
 from spool.errors import InputError
 from spool.formats import arrays, values
-from spool.formats import messages as message_format
 from spool.formats.frames import encode_event
+from spool.intake import json_facts
 from spool.known import Known
 from spool.model.events import Annotated, Attached, Checkpointed, Released, SessionDiscarded, Single
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
@@ -179,8 +179,7 @@ def _checked(session_id: str, facts: Mapping[str, Any]) -> dict[str, Any]:
         InputError: one cannot be taken.
     """
     _check_names(facts)
-    encoded = message_format.encode_message(dict(facts), what=f"facts of session {session_id!r}")
-    checked: dict[str, Any] = message_format.decode_messages(b"[" + encoded + b"]")[0]
+    checked = json_facts(facts, f"facts of session {session_id!r}")
     reward = checked.get("reward")
     if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
         raise InputError(f"reward of session {session_id!r} must be a number, got {reward!r}", got=repr(reward))

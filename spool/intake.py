@@ -456,15 +456,30 @@ def check_ragged(source: Source, sizes: Layout, what: str) -> None:
 
 
 def json_facts(facts: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """Return a copy of JSON-able ``facts``.
+    """Return a copy of JSON-able ``facts``, as an event can hold it.
 
     Raises:
-        InputError: they are not JSON-able.
+        InputError: one cannot be recorded; names it, and ``what`` it is in.
     """
     if not facts:
         return {}
-    text = messages.encode_message(dict(facts), what=f"metadata of {what}")
+    try:
+        return _recordable(dict(facts), what)
+    except InputError:
+        for name, value in facts.items():
+            _recordable({name: value}, f"{name!r:.80} in {what}")
+        raise
+
+
+def _recordable(facts: dict[str, Any], what: str) -> dict[str, Any]:
+    text = messages.encode_message(facts, what=what)
     copy: dict[str, Any] = messages.decode_messages(b"[" + text + b"]")[0]
+    try:
+        msgspec.msgpack.encode(copy)
+    except (ValueError, OverflowError) as error:
+        raise InputError(
+            f"{what} cannot be recorded: {error}; pass text without lone surrogates, and integers of 64 bits"
+        ) from error
     return copy
 
 

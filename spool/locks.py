@@ -81,6 +81,14 @@ def is_taken(path: str) -> bool:
         release(fd)
 
 
+def is_of(fd: int, path: str) -> bool:
+    """Whether a descriptor is of the file that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except OSError:
+        return False
+
+
 def adopt(fd: int) -> int:
     """Take over a descriptor that holds a lock already; return it."""
     with _changing:

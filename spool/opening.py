@@ -9,6 +9,7 @@ from typing import Any
 from spool.arguments import integer, label, listed, mapping, one_of, optional
 from spool.errors import ConfigError, InputError
 from spool.formats.frames import encode_event
+from spool.intake import json_facts
 from spool.model.events import SessionOpened
 from spool.model.fields import BUILT_IN, LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Schema, expert_field
 from spool.model.moe import MoEShape, models
@@ -55,7 +56,7 @@ def opening(
         trim=trim,
         idle_s=idle_s,
         fields=_declared(experts, fields),
-        metadata=dict(facts),
+        metadata=json_facts(facts, f"metadata of session {session_id!r:.80}"),
     )
     encode_event(opened)
     return opened

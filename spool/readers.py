@@ -277,6 +277,6 @@ def _naming_reference(error: SpoolError, refs: Sequence[Ref]) -> SpoolError:
         for name, extents in ref.extents.items():
             for extent in extents if name.split(".")[0] == field.split(".")[0] else ():
                 if extent.stream == stream and extent.row < rows[1] and rows[0] < extent.row + extent.n:
-                    found = str(getattr(ref, "id", ref.session_id))
+                    found = ref.id if isinstance(ref, SegmentRef | StepRef) else ref.session_id
                     return type(error)(f"{found}: {error}", **{**error.details, "ref": found})
     return error

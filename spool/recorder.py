@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from spool.catalog import Catalog, DamagedError, Located
 from spool.config import Config
@@ -35,6 +36,7 @@ from spool.observe import Observer
 from spool.record import KnownTools, Recorded, SuspendToken
 from spool.rollout.messages import MessageTail, resume
 from spool.rollout.state import SessionState
+from spool.root import check_there
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.stores.units import HotUnits
@@ -98,6 +100,7 @@ class Recorder:
         self._closed = False
         self.known_tools = KnownTools()
         self._unended: set[str] = set()
+        self._said_failing: dict[str, str] = {}
 
     def _own(self) -> threading.RLock:
         """Return the lock, of this process."""
@@ -204,12 +207,30 @@ class Recorder:
         writers = list(self._writers.values())
         if self._keeper is not None and writers:
             if self._config.spill is not None:
-                self._keeper.keep_running()
-            self._keeper.serve(writers)
+                self._attempt(f"a spiller for {self._config.root}", self._keeper.keep_running)
+            self._attempt(f"the seals that are wanted in {self._config.root}", partial(self._keeper.serve, writers))
         for writer in writers:
-            writer.roll_if_aged()
+            self._attempt(f"the age of stream {writer.name}", writer.roll_if_aged)
         for session in list(self._sessions.values()):
-            session.expire()
+            self._attempt(f"the end of idle session {session.session_id!r}", session.expire)
+            if session.is_refused:
+                self._drop(session)
+
+    def _attempt(self, what: str, work: Callable[[], object]) -> None:
+        """Do a part of the upkeep; why it fails is said once, until it is another reason."""
+        try:
+            work()
+        except (SpoolError, OSError) as error:
+            if self._said_failing.get(what) != str(error):
+                log.warning("upkeep goes on without %s: %s", what, error)
+            self._said_failing[what] = str(error)
+
+    def _drop(self, session: Session) -> None:
+        """Let go of a session that was refused: nothing of it is recorded here."""
+        with self._lock:
+            if self._sessions.get(session.session_id) is session:
+                del self._sessions[session.session_id]
+                self._said_late.discard(session.session_id)
 
     def expire(self, idle: Sequence[str]) -> list[str]:
         """End the sessions of ``idle`` that this process may end, as ``timeout``; return their ids."""
@@ -376,6 +397,7 @@ class Recorder:
     def _make_writer(self, schema: Schema) -> StreamWriter:
         self.check_recording()
         assert self._config.root is not None
+        check_there(self._config.root, self.spool_id)
         if self._config.pack_age_s is not None:
             self._upkeep.watch(self._config.pack_age_s)
         if self._config.spill is not None or self._config.hot_bytes is not None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 import time
+from contextlib import suppress
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
@@ -13,7 +15,7 @@ import xxhash
 from msgspec import Struct
 
 from spool.config import Config
-from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError, moved_away
 from spool.formats.shard import parse_attributes
 from spool.observe import Observer, Retried, tell
 from spool.stores.local import check_hot_root, create_atomic, map_os_error, read_file, write_atomic
@@ -117,6 +119,17 @@ def read_identity(root: str) -> Identity | None:
         return _parse(read_file(path), path)
     except NotFoundError:
         return None
+
+
+def check_there(root: str, spool_id: str) -> None:
+    """Check that a hot root that was opened is still the one at ``root``.
+
+    Raises:
+        StorageError: it was moved, removed or replaced.
+    """
+    found = read_identity(root)
+    if found is None or found.id != spool_id:
+        raise moved_away(root)
 
 
 def read_cold_identity(objects: Objects) -> Identity | None:
@@ -237,6 +250,8 @@ def _streams(root: str) -> list[str]:
 def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
     """Write a lost ``spool.json`` again, from the id that streams keep; None where it is there, or no spool is.
 
+    The cold root is the one that packs were brought over to, where their markers agree on it; else it has none.
+
     Raises:
         IntegrityError: no stream keeps an id, as those of earlier versions, or they differ; or the file is torn.
         StorageError: it cannot be written.
@@ -258,8 +273,22 @@ def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
             file=os.path.join(root, "spool.json"), ids=list(found),
         )  # fmt: skip
     ((spool_id, created),) = found.items()
-    restored = Identity(FORMAT, spool_id, created)
+    urls = _cold_roots(root)
+    restored = Identity(FORMAT, spool_id, created, spill=urls.pop() if len(urls) == 1 else None)
     return restored if dry_run else _create(root, restored)
+
+
+class _Marker(Struct):
+    root: str | None = None
+
+
+def _cold_roots(root: str) -> set[str]:
+    """Return the URLs of cold roots that the markers of spilled packs name."""
+    found = set[str | None]()
+    for path in glob.iglob(f"{glob.escape(root)}/streams/*/records/*.cold"):
+        with suppress(SpoolError, msgspec.DecodeError):
+            found.add(msgspec.json.decode(read_file(path), type=_Marker).root)
+    return {url for url in found if url is not None}
 
 
 def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 
 from spool.arguments import names, refused
-from spool.errors import InputError, NotFoundError, SessionStateError, SpoolError, StepConflictError
+from spool.errors import InputError, LockedError, NotFoundError, SessionStateError, SpoolError, StepConflictError
 from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_plain, check_ragged, content_key, json_facts, take
@@ -161,7 +161,7 @@ class Session:
             check_plain(step, what)
             self._check_declared(step, what)
             intake = take(self._record.schema, step, prefer=self._record.opened.prefer, what=what)
-            metadata, parent = json_facts(step.metadata, what), self._own_step(step.parent)
+            metadata, parent = json_facts(step.metadata, f"metadata of {what}"), self._own_step(step.parent)
             signature, known = b"", None
             if step.step_id is not None:
                 named = state.find(parent, held) if isinstance(parent, str) else None
@@ -379,7 +379,11 @@ class Session:
             self._host.forget(self.session_id)
 
     def expire(self) -> None:
-        """End the session as ``timeout`` if nothing was appended for longer than its ``idle_s``."""
+        """End the session as ``timeout`` if nothing was appended for longer than its ``idle_s``.
+
+        Raises:
+            SpoolError: it cannot be ended. Where that is another process's to do, it is refused here for good.
+        """
         idle_s = self._record.opened.idle_s
         if (
             idle_s is None
@@ -390,6 +394,9 @@ class Session:
         try:
             if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._record.state().ended:
                 self._finalize("lineage", "timeout", (), {})
+        except LockedError as error:
+            self._record.refusal = error
+            raise
         finally:
             self._record.owned().release()
 

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from kit import SHAPE, add, counting
 from shell import environment, on_terminal, run
+from tiers import record
 
 import spool as library
 from spool.formats import records
+from spool.root import read_identity
+from spool.spiller.plan import Pressure
 
 WIDTHS = {"token_ids": 4, "logprobs": 4, "loss_mask": 1, "routed_experts": 4}
 
@@ -406,6 +409,44 @@ def test_a_lost_identity_is_restored_from_the_streams(root):
     with library.open(str(root)) as sp:
         assert sp.spool_id == spool_id and len(sp.read(refs)) == 3
     assert "spool.json" not in run("recover", root).err
+
+
+def test_a_lost_identity_is_restored_with_the_cold_root_that_packs_are_in(tmp_path):
+    root = tmp_path / "hot"
+    with library.open(str(root)) as sp:
+        record(sp, "a")
+    with library.open(f"file://{root}?spill=file://{tmp_path}/cold") as sp:
+        sp.spill()
+    before = read_identity(str(root))
+    (root / "spool.json").unlink()
+    assert f"cold root file://{tmp_path}/cold" in run("recover", root).err
+    after = read_identity(str(root))
+    assert (after.id, after.tier, after.spill) == (before.id, "hot", f"file://{tmp_path}/cold")
+
+
+def test_where_the_cold_root_is_forgotten_that_is_said_and_no_pack_in_it_goes(tmp_path):
+    """The markers of earlier versions do not name it."""
+    root = tmp_path / "hot"
+    with library.open(str(root)) as sp:
+        refs = record(sp, "a")
+    with library.open(f"file://{root}?spill=file://{tmp_path}/cold") as sp:
+        sp.spill()
+    for path in root.rglob("*.cold"):
+        path.write_text(path.read_text().replace('"root":', '"was":'))
+    (root / "spool.json").unlink()
+    assert "?spill=URL" in run("recover", root).err
+    with library.open(f"file://{root}?hot_bytes=32MiB&grace_s=0.001") as sp:
+        sp.release(refs)
+        assert [item.why for item in sp.gc() if not item.go and "?spill=URL" in item.why]
+        spiller = sp._tiers.spiller()
+        spiller._pressure = lambda: Pressure(used=100, high=2, low=1, limit=3)
+        spiller.work()
+        spiller._say(error=spiller._missing_cold())
+        spiller.close()
+        assert "?spill=URL" in sp.status().spiller.error
+        assert next(sp._catalog.packs.rows("spilled"), None) is not None
+    with library.open(f"file://{root}?spill=file://{tmp_path}/cold&grace_s=0.001") as sp:
+        assert any(item.go for item in sp.gc())
 
 
 @pytest.mark.parametrize("kept", ["streams", "catalog.sqlite"])

@@ -24,7 +24,7 @@ import pytest
 from kit import SHAPE, add, counting, probabilities, routing
 
 import spool
-from spool.errors import CapacityError, IntegrityError, LockedError, SessionStateError, SpoolError
+from spool.errors import CapacityError, IntegrityError, LockedError, SessionStateError, SpoolError, StorageError
 from spool.formats.frames import LOG_HEADER, scan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -821,6 +821,46 @@ def test_the_session_of_a_live_process_is_its_own(open_spool, kept):
     segments = resumed.finalize()
     assert len({extent.stream for runs in segments[0].extents.values() for extent in runs}) == 2
     kept.check_index(one)
+
+
+def test_a_session_that_cannot_be_ended_keeps_no_other_from_it(open_spool, caplog):
+    one, other = open_spool(), open_spool()
+    s = session(one, "ended", group_id="g0")
+    add(s, [1], [2])
+    s.finalize()
+    add(session(one, "live"), [1], [2])
+    refused = session(other, "ended", group_id="g1", idle_s=0.2)
+    with pytest.raises(SessionStateError, match="group_id"):
+        add(refused, [1], [2])
+    untouched = session(other, "live", idle_s=0.2)
+    idle = [f"idle{number}" for number in range(3)]
+    for name in idle:
+        add(session(other, name, idle_s=0.2), [1], [2])
+    recorder, until = other._recorder, time.monotonic() + 20
+    while recorder.sessions and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not recorder.sessions
+    for name in idle:
+        assert other.view(name, "lineage")[0].outcome == "timeout"
+    assert sum("upkeep goes on" in record.getMessage() for record in caplog.records) == 1
+    with pytest.raises(LockedError):
+        add(untouched, [1], [2])
+
+
+def test_what_fails_of_the_upkeep_is_said_once_and_the_rest_is_done(open_spool, monkeypatch, caplog):
+    sp = open_spool()
+    s = session(sp, idle_s=0.2)
+    add(s, [1], [2])
+
+    def fail(*_):
+        raise StorageError("no disk")
+
+    monkeypatch.setattr(type(s._record.writer()), "roll_if_aged", fail)
+    recorder, until = sp._recorder, time.monotonic() + 20
+    while recorder.sessions and time.monotonic() < until:
+        time.sleep(0.05)
+    assert sp.view("s", "lineage")[0].outcome == "timeout"
+    assert sum("no disk" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(

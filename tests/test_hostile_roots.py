@@ -19,11 +19,14 @@ from tiers import FIELDS, assert_same, record, wait_for
 
 import spool
 from spool import publishing
+from spool.errors import SpoolError, StorageError
+from spool.model.fields import Schema
 from spool.spiller import turns
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
 from spool.stores.remote import RemoteStore
 from spool.stores.shared import SharedFolder
+from spool.write import stream
 
 
 @pytest.fixture
@@ -407,3 +410,59 @@ def test_layers_that_no_field_has_are_refused(sp):
     for start in (6, 50):
         with pytest.raises(spool.InputError, match="layers 0 to 5"):
             sp.read(refs, layers=slice(start, 60))
+
+
+# -- a hot root that goes away under its writer ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
+@pytest.mark.parametrize("durability", ["process", "disk"])
+def test_a_hot_root_that_goes_away_takes_no_more_and_is_not_made_again(tmp_path, monkeypatch, how, durability):
+    monkeypatch.setattr(stream, "LOOK_S", 0.0)
+    root, away = tmp_path / "hot", tmp_path / "away"
+    sp = spool.open(f"file://{root}?durability={durability}&session_idle_s=0.2")
+    s = sp.session("s")
+    ref = s.append(prompt_token_ids=[1], response_token_ids=[2])
+    root.rename(away)
+    if how == "removed":
+        shutil.rmtree(away)
+    if how == "replaced":
+        with spool.open(str(root)) as other:
+            record(other, "other")
+    before = _but_the_index(root)
+    for call in (
+        lambda: s.append(prompt_token_ids=[1, 2], response_token_ids=[3]),
+        lambda: s.append(prompt_token_ids=[1, 2], response_token_ids=np.arange(300_000)),
+        s.finalize,
+        lambda: sp._recorder.writer(Schema.of(*FIELDS)),
+        lambda: record(sp, "new"),
+        lambda: sp.annotate("s", reward=1.0),
+    ):
+        with pytest.raises(StorageError, match=rf"hot root {root} was .* open the spool where it is now"):
+            call()
+    for call in (sp.flush, sp.close):
+        with contextlib.suppress(SpoolError):
+            call()
+    assert _but_the_index(root) == before
+    if how != "removed":
+        with spool.open(str(away)) as sp:
+            sp.recover()
+            assert sp.read(ref)["token_ids"].tolist() == [1, 2]
+
+
+def _but_the_index(root):
+    return sorted(path for path in root.rglob("*") if not path.name.startswith("catalog.sqlite"))
+
+
+def test_a_hot_root_that_is_moved_back_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(stream, "LOOK_S", 0.0)
+    root = tmp_path / "hot"
+    with spool.open(str(root)) as sp:
+        s = sp.session("s")
+        s.append(prompt_token_ids=[1], response_token_ids=[2])
+        root.rename(tmp_path / "away")
+        with pytest.raises(StorageError):
+            s.append(prompt_token_ids=[1, 2], response_token_ids=[3])
+        (tmp_path / "away").rename(root)
+        s.append(prompt_token_ids=[1, 2], response_token_ids=[3])
+        assert [ref.n_tokens for ref in s.finalize()] == [3]

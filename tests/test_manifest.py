@@ -220,7 +220,7 @@ def test_a_damaged_payload_is_not_taken_in():
 
 
 def test_an_entry_is_a_small_json_file():
-    data = manifest.entry_json(entry(n=4))
+    data = manifest.entry_json(entry(n=4), "s3://bucket/runs")
     assert manifest.parse_entry(data) == entry(n=4)
     assert json.loads(data)["stored_bytes"] == 100
     for bad in (b"", data[:-3], b"[]", b"{}", b"\xff", data.replace(b'"pack":0', b'"pack":"x"')):

@@ -10,6 +10,7 @@ import pytest
 
 import spool
 from spool import ConfigError, InputError, NotFoundError
+from spool.model.events import SessionOpened
 
 SHAPE = spool.MoEShape(num_layers=2, num_experts=8, topk=2)
 
@@ -163,6 +164,22 @@ def test_what_an_opening_cannot_hold_never_reaches_it(sp, arguments):
     with pytest.raises(InputError):
         sp.session("s", **arguments)
     assert add(sp.session("s")).n_tokens == 3
+
+
+@pytest.mark.parametrize("odd", [object(), "\ud800", 2**70, {"a": ["\ud800"]}, {1: 2}])
+def test_metadata_that_cannot_be_recorded_is_named(sp, odd):
+    facts = {"fine": 1, "x": odd}
+    with pytest.raises(InputError, match="'x' in metadata of session 's' "):
+        sp.session("s", metadata=facts)
+    with pytest.raises(InputError, match="'x' in metadata of step"):
+        add(sp.session("s"), metadata=facts)
+
+
+def test_metadata_may_be_numpy_numbers(sp):
+    add(sp.session("s", metadata={"x": np.float32(0.5)}), metadata={"y": np.int64(7)})
+    assert sp.rebuild()["n_sessions"] == 1
+    (opened,) = [item.event for item in sp._catalog.session_events("s") if isinstance(item.event, SessionOpened)]
+    assert opened.metadata == {"x": 0.5}
 
 
 def test_messages_with_cycles_or_without_bottom_are_refused(sp):

@@ -43,6 +43,7 @@ class Free:
 
 def stream(root, schema=SCHEMA, **options):
     options.setdefault("space", Free())
+    os.makedirs(root, exist_ok=True)
     return create_stream(str(root), schema, **options)
 
 

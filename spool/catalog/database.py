@@ -19,7 +19,7 @@ import apsw
 
 from spool.catalog import schema
 from spool.catalog.schema import DamagedError
-from spool.errors import CapacityError, StorageError
+from spool.errors import CapacityError, StorageError, moved_away
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,6 +161,8 @@ class Database:
             if getattr(error, "extendedresult", 0) in _OTHER_WAL:
                 self.damage = DamagedError(f"{name} has lost its WAL ({error}); it is made again", file=link.identity)
                 raise self.damage from error
+            if not os.path.isdir(os.path.dirname(name)):
+                raise moved_away(os.path.dirname(name)) from error
             raise StorageError(f"cannot use {name}: {error}; check the disk and its permissions", path=name) from error
 
     # -- forks -------------------------------------------------------------------------------------------------------

@@ -34,9 +34,9 @@ _COLUMNS = (
 def command(location: str | None, dry_run: bool, as_json: bool) -> int:
     """Seal what dead writers left, and end idle sessions.
 
-    A lost spool.json is written again, with the id that the streams keep. Ends of logs that were never finished are
-    dropped. Live writers are left alone. Exits 5 where something that was recorded cannot be saved, 1 where a stream
-    cannot be recovered.
+    A lost spool.json is written again, with the id that the streams keep and the cold root that packs were brought
+    over to. Ends of logs that were never finished are dropped. Live writers are left alone. Exits 5 where something
+    that was recorded cannot be saved, 1 where a stream cannot be recovered.
     """
     if _restored(location, dry_run=dry_run) and dry_run:
         return Exit.OK
@@ -60,11 +60,15 @@ def _restored(location: str | None, *, dry_run: bool) -> bool:
 
     if location is None and default_location() is None:
         return False
-    root = parse_uri(location).root
-    identity = None if root is None else restore_identity(root, dry_run=dry_run)
-    if identity is not None:
-        say(f"spool.json {'would be' if dry_run else 'is'} written again, with the id {identity.id}")
-    return identity is not None
+    config = parse_uri(location)
+    identity = None if config.root is None else restore_identity(config.root, dry_run=dry_run)
+    if identity is None:
+        return False
+    cold = "" if identity.spill is None else f" and the cold root {identity.spill}"
+    say(f"spool.json {'would be' if dry_run else 'is'} written again, with the id {identity.id}{cold}")
+    if identity.spill is None and config.spill is None:
+        say("no cold root is known any more: if the spool had one, open it once with ?spill=URL")
+    return True
 
 
 def _print(rows: list[dict[str, Any]], ended: list[str], *, dry_run: bool) -> None:

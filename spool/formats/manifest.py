@@ -86,9 +86,9 @@ class PackEntry(Struct, frozen=True):
     codecs: dict[str, str]
 
 
-def entry_json(entry: PackEntry) -> bytes:
-    """Return a pack's entry as a small JSON file."""
-    return msgspec.json.encode(entry)
+def entry_json(entry: PackEntry, root: str) -> bytes:
+    """Return a pack's entry as a small JSON file, with the URL of the cold root that it is in."""
+    return msgspec.json.encode({**msgspec.structs.asdict(entry), "root": root})
 
 
 def parse_entry(data: bytes) -> PackEntry:

@@ -177,13 +177,13 @@ class StreamSizes:
             return None
 
 
-def write_cold(root: str, entry: PackEntry) -> None:
-    """Say, durably, that a pack is in the cold root, whole and verified.
+def write_cold(root: str, entry: PackEntry, url: str) -> None:
+    """Say, durably, that a pack is in the cold root at ``url``, whole and verified.
 
     Raises:
         SpoolError: it cannot be written.
     """
-    write_atomic(marker_path(root, entry.stream, entry.pack, "cold"), entry_json(entry))
+    write_atomic(marker_path(root, entry.stream, entry.pack, "cold"), entry_json(entry, url))
 
 
 def read_entry(root: str, stream: str, pack: int) -> PackEntry | None:

@@ -74,8 +74,9 @@ class Collector:
 
     def plan(self) -> list[Decision]:
         """Return what would happen to each sealed pack that is this collector's to delete, in that order."""
-        packs = self._catalog.packs
-        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=time.time(), mine=self._is_mine)
+        packs, now = self._catalog.packs, time.time()
+        has_cold = self._cold is not None
+        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=now, mine=self._is_mine, has_cold=has_cold)
         return [decision for decision in decisions if self._is_mine(decision.stream)]
 
     def run(self, plan: Iterable[Decision]) -> Collected:

@@ -151,7 +151,7 @@ class Spiller:
                 return
             try:
                 busy = self.work()
-                self._say(error=None)
+                self._say(error=self._missing_cold())
                 pause_s = PAUSE_S
             except (SpoolError, OSError) as error:
                 log.warning("the spiller tries again in %.0f s: %s", pause_s, error)
@@ -408,7 +408,8 @@ class Spiller:
         if self._cold is None and time.monotonic() - self._collected_at >= URGENT_S and self._delete():
             return True
         self._look_at_cold()
-        plan = self._evictions(found) if next(packs.rows("spilled"), None) is not None else []
+        has_spilled = self._cold is not None and next(packs.rows("spilled"), None) is not None
+        plan = self._evictions(found) if has_spilled else []
         plan = [item for item in plan if self._is_safe(item)]
         for item in plan:
             evict(self._root, self._catalog, item.stream, item.pack)
@@ -469,6 +470,16 @@ class Spiller:
     def _is_damaged(self, stream: str, pack: int) -> bool:
         found = self._damaged.get((stream, pack))
         return found is not None and time.monotonic() - found[1] < DAMAGED_S
+
+    def _missing_cold(self) -> str | None:
+        """Say that packs are in a cold root that is not known here; None where there are none, or it is known."""
+        packs = self._catalog.packs
+        if self._cold is not None or not any(next(packs.rows(state), None) for state in ("spilled", "evicted")):
+            return None
+        return (
+            f"packs of {self._root} are in a cold root, and its spool.json names none: they are neither evicted nor "
+            "deleted until the spool is opened once with ?spill=URL"
+        )
 
     def _has_backlog(self) -> bool:
         return self._cold is not None and next(self._catalog.packs.rows("sealed"), None) is not None

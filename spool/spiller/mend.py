@@ -131,7 +131,7 @@ def mend_markers(root: str, cold: ColdFeeder, again: Callable[[str, int], object
     for stream, pack in torn:
         log.warning("%s is torn and is written anew", marker_path(root, stream, pack, "cold"))
         if (stream, pack) in known:
-            write_cold(root, known[stream, pack])
+            write_cold(root, known[stream, pack], cold.objects.url)
         elif os.path.exists(records_path(root, stream, pack)):
             again(stream, pack)
     return torn

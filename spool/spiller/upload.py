@@ -138,7 +138,7 @@ class Uploader:
         self.units.insist(units)
         self._confirm()
         for pack in sent:
-            write_cold(self._root, pack.entry)
+            write_cold(self._root, pack.entry, self._objects.url)
             reach("spill.marked")
             stream.entries[pack.entry.pack] = pack.entry
         return [pack.entry for pack in sent]

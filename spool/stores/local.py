@@ -64,6 +64,19 @@ def parse_tail(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+def make_dirs(root: str, path: str) -> None:
+    """Make a folder and those that lead to it from ``root``. That is not made: it may have been moved or removed.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    made = root
+    for part in os.path.relpath(path, root).split(os.sep):
+        made = f"{made}/{part}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(made)
+
+
 def aligned_buffer(n_bytes: int) -> memoryview:
     """Return ``n_bytes`` of zeroed, writable, page-aligned memory of its own; it is unmapped with its last view."""
     # private, so that a forked child gets a copy and never writes into a buffer its parent hands to the kernel

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from spool import locks
 from spool.model.units import UNITS, is_unit_key, unit_path
 from spool.points import reach
-from spool.stores.local import BLOCK, aligned_buffer, map_os_error, pwrite_all, set_direct, sync_dir
+from spool.stores.local import BLOCK, aligned_buffer, make_dirs, map_os_error, pwrite_all, set_direct, sync_dir
 from spool.stores.vectors import preadv_all
 
 LARGE_BYTES = 1 << 20
@@ -270,7 +270,7 @@ class HotUnits:
 
     def _make_folder(self, folder: str, *, sync: bool) -> None:
         if not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
+            make_dirs(self._root, folder)
         if sync and folder not in self._durable:  # whoever made it may not have synced it
             sync_dir(os.path.dirname(folder))
             sync_dir(self._root)

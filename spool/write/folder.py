@@ -18,7 +18,7 @@ from spool import locks
 from spool.errors import IntegrityError, LockedError, SpoolError
 from spool.formats.shard import array_metadata, group_metadata, parse_group, shard_key
 from spool.model.fields import ArraySpec, Layout, Schema
-from spool.stores.local import map_os_error, pwrite_all, read_file, sync_dir, write_atomic
+from spool.stores.local import make_dirs, map_os_error, pwrite_all, read_file, sync_dir, write_atomic
 
 NEW = ".new-"
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}")
@@ -123,7 +123,10 @@ def make_folder(root: str, schema: Schema, sizes: Layout, spool_id: str | None =
         SpoolError: it cannot be made.
     """
     streams = f"{root}/streams"
-    _make_dirs(streams)
+    try:
+        make_dirs(root, streams)
+    except OSError as error:
+        raise map_os_error(error, what="make", path=streams) from error
     for attempt in range(1, _ATTEMPTS + 1):
         folder = Folder(root, new_name(), schema, sizes)
         temp = f"{streams}/{NEW}{folder.name}"
@@ -175,13 +178,6 @@ def open_folder(root: str, name: str) -> tuple[Folder, bytes | None]:
             return Folder(root, name, *parse_group(copy)), copy
         except SpoolError:
             raise error from None
-
-
-def _make_dirs(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise map_os_error(error, what="make", path=path) from error
 
 
 def unlink_quietly(path: str) -> None:

@@ -22,6 +22,7 @@ from spool.points import reach
 from spool.stores.local import (
     BLOCK,
     aligned_buffer,
+    make_dirs,
     map_os_error,
     parse_tail,
     pwrite_all,
@@ -133,7 +134,7 @@ def _complete_shards(folder: Folder, pack: int, rows: Mapping[str, int], *, dire
                 remove_shard(folder, spec, pack)
                 continue
             path = folder.shard_path(spec, pack)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            make_dirs(f"{folder.path}/{spec.name}", os.path.dirname(path))
             fd, is_direct = open_shard(path, folder.root, direct=direct)
             stack.callback(os.close, fd)
             _complete_shard(fd, folder, spec, pack, n, direct=is_direct)

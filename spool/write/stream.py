@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from spool import locks
-from spool.errors import ConfigError, InputError, SessionStateError, SpoolError
+from spool.errors import ConfigError, InputError, SessionStateError, SpoolError, moved_away
 from spool.formats.frames import LOG_HEADER, frame
 from spool.model.fields import MAX_SHARD_BYTES, Schema, layout
 from spool.points import reach
@@ -35,6 +35,9 @@ log = logging.getLogger("spool.write")
 
 MAX_LOG_BYTES = 64 << 20
 """A pack whose log has so many bytes takes no more events."""
+
+LOOK_S = 1.0
+"""Between two looks whether the stream is still where it was made."""
 
 Durability = Literal["process", "disk"]
 
@@ -120,6 +123,7 @@ class StreamWriter:
         self._next_pack = 0
         self._split: list[Pack] = []
         self._over = ""
+        self._looked_at = time.monotonic()
         _writers.add(self)
 
     @property
@@ -272,9 +276,19 @@ class StreamWriter:
                 f"stream {self.name} is {self._over}: open a stream of your own", stream=self.name, state=self._over
             )
 
+    def _check_there(self) -> None:
+        """Look, once in a while, whether the stream is still where it was made: open files outlive their names."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
+        if self._lock_fd is None or not locks.is_of(self._lock_fd, f"{self._folder.path}/lock"):
+            raise moved_away(self._folder.root)
+        self._looked_at = now
+
     def _ready(self) -> None:
         """Make sure that there is an open pack to fill."""
         self._check_open()
+        self._check_there()
         self._repair()
         self._roll_due()
         if self._committer.pack is None:

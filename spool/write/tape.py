@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
-from spool.stores.local import BLOCK, open_direct, parse_tail, pwrite_all, spare_prefix, sync_dir, tail_name
+from spool.stores.local import BLOCK, make_dirs, open_direct, parse_tail, pwrite_all, spare_prefix, sync_dir, tail_name
 from spool.write.folder import Folder, unlink_quietly
 from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
@@ -337,7 +337,7 @@ class Tape:
     def _open_shard(self) -> int:
         if self._shard is None:
             path = self._folder.shard_path(self._spec, self._pack)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            make_dirs(self._array_path, os.path.dirname(path))
             self._shard, self._direct = open_shard(path, self._folder.root, direct=self._direct)
             self._new_names = True
         return self._shard
