@@ -101,6 +101,7 @@ def decide(
     *,
     now: float,
     mine: Callable[[str], bool] = lambda _: True,
+    disputed: Collection[tuple[str, int]] = (),
 ) -> list[Decision]:
     """Decide for every pack; to be carried out in the order returned: data first, then late facts, the oldest first.
 
@@ -111,8 +112,9 @@ def decide(
         now: seconds since the epoch.
         mine: whether a stream's packs are the caller's to delete; the others are taken to stay, so that a session that
             has some there is withdrawn before its ending is deleted here.
+        disputed: packs that the cold root has with other records; they stay.
     """
-    plan = _Plan(uses, sessions, policy, now, mine)
+    plan = _Plan(uses, sessions, policy, now, mine, disputed)
     data = sorted((use for use in uses if use.data), key=_age_order)
     facts = sorted((use for use in uses if not use.data), key=_age_order)
     held = [(use, *plan.data(use)) for use in data]
@@ -141,8 +143,10 @@ class _Plan:
         policy: Policy,
         now: float,
         mine: Callable[[str], bool],
+        disputed: Collection[tuple[str, int]],
     ) -> None:
         self._sessions, self._policy, self._now, self._mine = sessions, policy, now, mine
+        self._disputed = disputed
         self._over = over(sessions, now=now, failed_keep_s=policy.failed_keep_s)
         self._ended: set[str] = set()
         self.left = Counter(session_id for use in uses for session_id in use.data)
@@ -200,6 +204,8 @@ class _Plan:
             return "it is another node's to delete"
         if use.row.state == "open":
             return "it is open"
+        if (use.row.stream, use.row.pack) in self._disputed:
+            return "the cold root has other records of this name: two copies of one hot root are in use"
         return None if use.row.known else "its events are not known"
 
     def _reason(self, use: PackUse) -> str:
