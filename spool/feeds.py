@@ -95,7 +95,7 @@ class Feeds:
         rows = catalog.packs.rows()
         unknown = any(not row.known for row in rows if row.state not in ("open", "gone"))
         lost = any(problem.kind != "torn" for problem in self.hot.problems())
-        return not unknown and not lost and not (self.cold is not None and self.cold.damaged())
+        return not unknown and not lost and not (self.cold is not None and self.cold.problems())
 
     def rebuild(self) -> list[Problem]:
         """Empty the index and feed it from the first event on; return what cannot be taken in.

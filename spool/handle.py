@@ -29,7 +29,7 @@ from spool.history import History
 from spool.known import Known
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import FACT_STREAM, ColdFeeder
-from spool.logs.packs import has_files
+from spool.logs.packs import has_files, unspilled
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened
 from spool.model.fields import FieldSpec
@@ -110,7 +110,9 @@ class Spool:
         self._fields, self._readonly, self._observer = fields, readonly, observer
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
         self._catalog = Catalog.open(path, readonly=readonly or config.root is None)
-        cold = None if place.objects is None else ColdFeeder(place.objects, self._catalog, self._is_local)
+        cold = (
+            None if place.objects is None else ColdFeeder(place.objects, self._catalog, self._is_local, self._unspilled)
+        )
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
         self._feeds = Feeds(self._feeder, cold, local=config.root is not None)
         self._history = History(self.spool_id, config, self._catalog, self._feeds)
@@ -153,6 +155,9 @@ class Spool:
 
     def _is_local(self, stream: str, pack: int) -> bool:
         return self.config.root is not None and has_files(self.config.root, stream, pack)
+
+    def _unspilled(self, stream: str, pack: int) -> bytes | None:
+        return None if self.config.root is None else unspilled(self.config.root, stream, pack)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the same place for itself, with what was declared here."""

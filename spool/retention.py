@@ -102,6 +102,7 @@ def decide(
     now: float,
     mine: Callable[[str], bool] = lambda _: True,
     has_cold: bool = True,
+    disputed: Collection[tuple[str, int]] = (),
 ) -> list[Decision]:
     """Decide for every pack; to be carried out in the order returned: data first, then late facts, the oldest first.
 
@@ -113,8 +114,9 @@ def decide(
         mine: whether a stream's packs are the caller's to delete; the others are taken to stay, so that a session that
             has some there is withdrawn before its ending is deleted here.
         has_cold: whether the cold root is known. Where it is not, a pack that is in it cannot be deleted there.
+        disputed: packs that the cold root has with other records; they stay.
     """
-    plan = _Plan(uses, sessions, policy, now, mine, has_cold)
+    plan = _Plan(uses, sessions, policy, now, mine, has_cold, disputed)
     data = sorted((use for use in uses if use.data), key=_age_order)
     facts = sorted((use for use in uses if not use.data), key=_age_order)
     held = [(use, *plan.data(use)) for use in data]
@@ -144,9 +146,10 @@ class _Plan:
         now: float,
         mine: Callable[[str], bool],
         has_cold: bool,
+        disputed: Collection[tuple[str, int]],
     ) -> None:
         self._sessions, self._policy, self._now, self._mine = sessions, policy, now, mine
-        self._has_cold = has_cold
+        self._has_cold, self._disputed = has_cold, disputed
         self._over = over(sessions, now=now, failed_keep_s=policy.failed_keep_s)
         self._ended: set[str] = set()
         self.left = Counter(session_id for use in uses for session_id in use.data)
@@ -206,6 +209,8 @@ class _Plan:
             return "it is open"
         if use.row.state in ("spilled", "evicted") and not self._has_cold:
             return "it is in a cold root that is not known here: open the spool once with ?spill=URL"
+        if (use.row.stream, use.row.pack) in self._disputed:
+            return "the cold root has other records of this name: two copies of one hot root are in use"
         return None if use.row.known else "its events are not known"
 
     def _reason(self, use: PackUse) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,14 @@ from spool.formats.cold_arrays import ColdLayout, parse_cold_array, parse_cold_g
 from spool.formats.frames import decode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, shard_key
-from spool.logs.cold import gone_key, records_key
+from spool.logs.cold import gone_key, parse_pack_key, records_key
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
-from spool.stores.objects import Objects
+from spool.stores.objects import ObjectInfo, Objects
 
 Pack = tuple[str, int]
+LEFT_S = 3600.0
+"""A pack that no manifest lists so long after its last object was put is not on its way any more."""
+
 Rows = Mapping[str, list[Whole]]
 """Extents that lie in a pack, by array."""
 
@@ -98,9 +102,12 @@ class ColdPacks:
         by_stream: dict[str, list[Pack]] = {}
         for pack in sorted({*self.entries, *rows}):
             by_stream.setdefault(pack[0], []).append(pack)
+        there = self._objects.list("streams/")
+        sizes: dict[str, dict[str, int]] = {}
+        for info in there:
+            sizes.setdefault(info.key.split("/")[1], {})[info.key] = info.size
         for name, packs in by_stream.items():
-            sizes = {found.key: found.size for found in self._objects.list(f"streams/{name}/")}
-            checked = _Stream(self, self._objects, name, sizes, steps, deep=deep)
+            checked = _Stream(self, self._objects, name, sizes.get(name, {}), steps, deep=deep)
             for pack in packs:
                 found = [*checked.pack(pack, self.entries.get(pack), rows.get(pack, {}))]
                 if found and not self.is_gone(pack):
@@ -108,6 +115,28 @@ class ColdPacks:
                         findings.add(finding, named)
             for finding in checked.documents([entry for pack in packs if (entry := self.entries.get(pack))]):
                 findings.add(finding)
+        for pack, objects in self._left(there).items():
+            findings.add(_unlisted(pack, self.path(objects[0].key), len(objects)))
+
+    def _left(self, there: Iterable[ObjectInfo]) -> dict[Pack, list[ObjectInfo]]:
+        """Return the objects of packs that no manifest lists and that are not on their way, nor being deleted."""
+        left: dict[Pack, list[ObjectInfo]] = {}
+        for found in there:
+            pack = parse_pack_key(found.key)
+            if pack is not None and pack not in self.entries:
+                left.setdefault(pack, []).append(found)
+        latest = time.time() - LEFT_S
+        old = {pack: objects for pack, objects in left.items() if max(info.modified for info in objects) < latest}
+        return {pack: objects for pack, objects in sorted(old.items()) if not self.is_gone(pack)}
+
+
+def _unlisted(pack: Pack, file: str, n_objects: int) -> Finding:
+    text = (
+        f"{n_objects} objects of pack {pack[1]}, and no manifest that can be read lists it: its spiller died on the "
+        f"way. The next one of its hot root goes on; where that is lost, delete streams/{pack[0]}/*/c/{pack[1]} and "
+        f"streams/{pack[0]}/records/{pack[1]}.arrow with the store's own tools"
+    )
+    return Finding(kind="unfinished", text=text, stream=pack[0], file=file, tier="cold")
 
 
 Found = Iterable[tuple[Finding, Sequence[str]]]

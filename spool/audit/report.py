@@ -22,7 +22,8 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: ``integrity``: bytes are missing, short or altered; ``unfinished``: what a killed writer left, which
-            `recover` puts in order; ``lint``: stored as it was sent, but implausible.
+            `recover` puts in order, or a killed spiller, which the next one does; ``lint``: stored as it was sent, but
+            implausible.
         text: what is wrong.
         stream: the stream's name.
         field: the stored array, ``records``, or ``units``.

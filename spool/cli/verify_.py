@@ -29,7 +29,7 @@ def command(location: str | None, deep: bool, as_json: bool) -> int:
     Findings go to stdout, the summary to stderr.
 
     Exits 5 where bytes are missing or altered, 1 where a killed writer left an unfinished event (`spool recover` drops
-    it) or where routing is implausible.
+    it) or a killed spiller an unlisted pack, or where routing is implausible.
     """
     with open_spool(location) as sp, Progress("checked") as progress:
         report = sp.verify(deep=deep, progress=progress.update)

@@ -37,6 +37,8 @@ from spool.model.events import without_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from spool.model.events import Event
+
 FORMAT = "1"
 
 _SCHEMA = pa.schema(
@@ -116,6 +118,15 @@ def encode(packs: Sequence[tuple[PackEntry, Sequence[bytes]]]) -> bytes:
     return _file([entry for entry, _ in packs], [(entry.stream, entry.pack, events) for entry, events in packs])
 
 
+def listed(payloads: Sequence[bytes]) -> list[bytes]:
+    """Return payloads as a manifest has them: without messages and tool schemas.
+
+    Raises:
+        IntegrityError: a payload is not an event.
+    """
+    return [_light(payload, decode_event(payload)) for payload in payloads]
+
+
 def decode(data: bytes | memoryview) -> list[tuple[PackEntry, list[bytes]]]:
     """Return the packs of a manifest and their events, as `encode` was given them but for messages and tool schemas.
 
@@ -175,15 +186,19 @@ def _table(pack: tuple[str | None, int | None, Sequence[bytes]]) -> pa.Table:
     kinds, sessions, times, kept = [], [], [], []
     for payload in payloads:
         event = decode_event(payload)
-        light = without_text(event)
         kinds.append(event.__struct_config__.tag)
         sessions.append(getattr(event, "session_id", None))
         times.append(getattr(event, "at", None))
-        kept.append(payload if light is event else _encode(light))
+        kept.append(_light(payload, event))
     n = len(kept)
     columns = [pa.repeat(pa.scalar(stream, pa.string()), n), pa.repeat(pa.scalar(number, pa.int64()), n),
                np.arange(n), kinds, sessions, times, kept]  # fmt: skip
     return pa.table([pa.array(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)], _SCHEMA)
+
+
+def _light(payload: bytes, event: Event) -> bytes:
+    light = without_text(event)
+    return payload if light is event else _encode(light)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

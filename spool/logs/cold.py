@@ -54,6 +54,15 @@ def parse_gone_key(key: str) -> tuple[str, int] | None:
     return (stream, int(number)) if stream and _is_number(number) else None
 
 
+def parse_pack_key(key: str) -> tuple[str, int] | None:
+    """Return the pack whose records or shard an object is; None of a key of something else."""
+    parts = key.split("/")
+    if len(parts) < 4 or parts[0] != "streams":
+        return None
+    number = parts[3].removesuffix(".arrow") if parts[2] == "records" else "/".join(parts[3:5]).removeprefix("c/")
+    return (parts[1], int(number)) if _is_number(number) else None
+
+
 def _is_number(text: str) -> bool:
     """Whether this is how a key writes a number."""
     return text.isascii() and text.isdigit() and text == str(int(text))
@@ -98,11 +107,12 @@ def is_fact_stream(stream: str) -> bool:
 
 
 class _Read(NamedTuple):
-    """An object that was read: a manifest's packs, or the events of a fact file."""
+    """An object that was read: a manifest's packs but for ``rivals``, or the events of a fact file."""
 
     info: ObjectInfo
     packs: list[tuple[PackEntry, list[bytes]]]
     facts: list[bytes]
+    rivals: list[Problem]
 
 
 class ColdFeeder:
@@ -114,14 +124,20 @@ class ColdFeeder:
         objects: the cold root.
         catalog: what is fed.
         is_local: whether a hot root of the same catalog has files of a pack, which say in what tiers it is.
+        unspilled: returns the records of a pack that this hot root has and did not bring over; None where it has none.
     """
 
     def __init__(
-        self, objects: Objects, catalog: Catalog, is_local: Callable[[str, int], bool] = lambda *_: False
+        self,
+        objects: Objects,
+        catalog: Catalog,
+        is_local: Callable[[str, int], bool] = lambda *_: False,
+        unspilled: Callable[[str, int], bytes | None] = lambda *_: None,
     ) -> None:
         self.objects = objects
         self._catalog = catalog
         self._is_local = is_local
+        self._unspilled = unspilled
         self._reset()
 
     def _reset(self) -> None:
@@ -136,6 +152,7 @@ class ColdFeeder:
         self._packs_in: dict[str, tuple[Pack, ...]] = {}
         self._done: dict[Pack, GoneMark] = {}
         self._damaged: dict[str, tuple[ObjectInfo, Problem]] = {}
+        self._rivals: dict[str, tuple[ObjectInfo, list[Problem]]] = {}
 
     def _own(self) -> threading.RLock:
         if self._pid != os.getpid():
@@ -148,7 +165,7 @@ class ColdFeeder:
         """Take in what is new in the cold root, unless that was done less than ``after_s`` ago.
 
         Returns:
-            The objects that are damaged; all others are taken in.
+            The objects that are damaged, and what `rivals` does; all others are taken in.
 
         Raises:
             StorageError: the cold root cannot be reached.
@@ -165,7 +182,12 @@ class ColdFeeder:
 
     def problems(self) -> list[Problem]:
         """Return what was found damaged the last time; it waits for nobody who looks just now."""
-        return [problem for _, problem in list(self._damaged.values())]
+        return [*(problem for _, problem in list(self._damaged.values())), *self.rivals()]
+
+    def rivals(self) -> list[Problem]:
+        """Return the packs of the hot root that manifests list with other records: copies of it are in use."""
+        found = {(it.stream, it.pack): it for _, problems in list(self._rivals.values()) for it in problems}
+        return [problem for pack, problem in found.items() if self._unspilled(*pack) is not None]
 
     def rebuild(self) -> list[Problem]:
         """Empty an index that has no other source, and feed it anew.
@@ -175,6 +197,7 @@ class ColdFeeder:
         """
         with self._own(), self._catalog.rebuilding():
             self._damaged.clear()
+            self._rivals.clear()
             return self.catch_up()
 
     def damaged(self) -> list[str]:
@@ -188,8 +211,9 @@ class ColdFeeder:
         gone = {found.key: found for found in self.objects.list(GONE)}
         there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
         self._forget_buried([key for key in gone if key not in seen])
-        for key in self._damaged.keys() - there.keys():
-            del self._damaged[key]
+        for known in (self._damaged, self._rivals):
+            for key in known.keys() - there.keys():
+                del known[key]
         new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
         whole = True
         # an index that nobody else sees is filled in one go
@@ -220,20 +244,25 @@ class ColdFeeder:
             )
 
     def _is_damaged(self, found: ObjectInfo) -> bool:
-        known = self._damaged.get(found.key)
+        known = self._damaged.get(found.key) or self._rivals.get(found.key)
         return known is not None and known[0] == found
 
     def _forget_buried(self, keys: Sequence[str]) -> None:
         """Take out what deleted packs fed; before manifests are read, which may still list them."""
         for start in range(0, len(keys), PAGE):
             page = keys[start : start + PAGE]
-            told = list(self._threads.map(self._tombstone, page))
+            told = list(self._threads.map(self._tombstone_here, page))
             with self._catalog.bulk():
                 for key, mark in zip(page, told, strict=True):
                     pack = parse_gone_key(key)
                     if pack is not None and mark is not None:
                         self._catalog.forget(*pack, at=mark.at, reason=mark.reason)
                 self._catalog.packs.saw(page)
+
+    def _tombstone_here(self, key: str) -> GoneMark | None:
+        """Return what a tombstone says; None where it is not about the pack of that name in the hot root."""
+        pack = parse_gone_key(key)
+        return self._tombstone(key) if pack is None or self.is_same(*pack) else None
 
     def _tombstone(self, key: str) -> GoneMark | None:
         """Return what a tombstone says; None where there is none. A torn one says all the same that the pack goes."""
@@ -288,14 +317,21 @@ class ColdFeeder:
                     self._report(item.info, error)
                 else:
                     self._damaged.pop(item.info.key, None)
-                    self._catalog.packs.saw([item.info.key])
+                    self._saw(item)
         return None not in contents
+
+    def _saw(self, item: _Read) -> None:
+        """Note that an object was taken in; one with rivals is looked at by each process, which then knows of them."""
+        if item.rivals:
+            self._rivals[item.info.key] = item.info, item.rivals
+        else:
+            self._catalog.packs.saw([item.info.key])
 
     def _decode(self, info: ObjectInfo, data: bytes) -> Iterator[_Read]:
         """Yield what is in an object; nothing of a damaged one. Before the transaction, as others wait for that."""
         try:
             if info.key.startswith(FACTS):
-                yield _Read(info, [], manifest.decode_facts(data))
+                yield _Read(info, [], manifest.decode_facts(data), [])
                 return
             packs = manifest.decode(data)
             for entry, _ in packs:
@@ -305,7 +341,20 @@ class ColdFeeder:
             return
         if is_rollup(info.key):
             self._packs_in[info.key] = tuple((entry.stream, entry.pack) for entry, _ in packs)
-        yield _Read(info, packs, [])
+        # what the hot root has and did not bring over is what its own files say, whoever has a pack of that name
+        own = [entry for entry, _ in packs if self._unspilled(entry.stream, entry.pack) is not None]
+        rivals = [self._rival(info, entry) for entry in own if self.is_other(entry.stream, entry.pack)]
+        yield _Read(info, [(entry, events) for entry, events in packs if entry not in own], [], rivals)
+
+    def _rival(self, info: ObjectInfo, entry: PackEntry) -> Problem:
+        where = f"{self.objects.url}/{info.key}"
+        text = (
+            f"{where} lists pack {entry.pack} of stream {entry.stream} with other records than it has here: two copies "
+            "of one hot root are in use. Nothing of the pack is deleted or evicted here: take this copy out of use, or "
+            "if it is the one to keep, `spool export` what only it has"
+        )
+        log.warning("%s", text)
+        return Problem(entry.stream, entry.pack, "rival", text, file=where)
 
     def _report(self, info: ObjectInfo, error: IntegrityError) -> None:
         where = f"{self.objects.url}/{info.key}"
@@ -352,6 +401,26 @@ class ColdFeeder:
             self._done.update({pack: mark for pack, mark in marks.items() if mark.done})
             there = set(packs.values())
             return {**{pack: mark for pack, mark in self._done.items() if pack in there}, **marks}
+
+    def is_other(self, stream: str, pack: int) -> bool:
+        """Whether the cold root has other records of a pack that the hot root has and did not bring over.
+
+        Raises:
+            StorageError: a root cannot be read.
+        """
+        own = self._unspilled(stream, pack)
+        return own is not None and self._get(records_key(stream, pack)) not in (None, own)
+
+    def is_same(self, stream: str, pack: int) -> bool:
+        """Whether what the cold root says of a pack is about the one that the hot root has.
+
+        It is where that has none or brought it over, or where the same records are there now.
+
+        Raises:
+            StorageError: a root cannot be read.
+        """
+        own = self._unspilled(stream, pack)
+        return own is None or self._get(records_key(stream, pack)) == own
 
     def packs_in(self, key: str) -> tuple[Pack, ...] | None:
         """Return the packs that a roll-up lists; None where it is damaged or no longer there."""

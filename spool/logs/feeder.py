@@ -44,7 +44,7 @@ _BEFORE: dict[PackState, set[PackState | None]] = {
     "evicted": {None, "open", "sealed", "spilled"},
 }
 
-Kind = Literal["torn", "damaged", "short", "evicted"]
+Kind = Literal["torn", "damaged", "short", "evicted", "rival"]
 
 Pack = tuple[str, int]
 
@@ -57,7 +57,8 @@ class Problem(Struct, frozen=True):
         pack: number of the pack.
         kind: ``torn``: an unfinished frame of a killed writer, never acknowledged; ``damaged``: bytes that are no
             event, before others or in a sealed pack; ``short``: fewer events than were there before; ``evicted``: its
-            events are in the cold root, and could not be read there.
+            events are in the cold root, and could not be read there; ``rival``: the cold root has another pack of its
+            name, which a copy of this root brought over.
         message: what is wrong and what to do.
         file: the object that it is about, where that is none of the hot root's files.
     """

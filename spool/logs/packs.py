@@ -13,7 +13,7 @@ from msgspec import Struct
 from spool.errors import IntegrityError, NotFoundError
 from spool.formats.manifest import PackEntry, entry_json, parse_entry
 from spool.formats.shard import parse_group
-from spool.logs.streams import disk_bytes
+from spool.logs.streams import disk_bytes, log_path, records_path
 from spool.stores.local import read_file, write_atomic
 
 log = logging.getLogger("spool.logs")
@@ -88,7 +88,26 @@ def list_packs(folder: str) -> Listing:
 def has_files(root: str, stream: str, pack: int) -> bool:
     """Whether a stream's folder says anything of a pack: then it is what says in which tiers the pack is."""
     folder = f"{root}/streams/{stream}/records/{pack}"
-    return any(os.path.exists(f"{folder}.{ending}") for ending in ("cold", "arrow", "log", "gone"))
+    # in the order in which one follows the other: one of them is found
+    return any(os.path.exists(f"{folder}.{ending}") for ending in ("log", "arrow", "cold", "gone"))
+
+
+def unspilled(root: str, stream: str, pack: int) -> bytes | None:
+    """Return the records of a pack that a hot root has and did not bring over: none yet of one that is open.
+
+    None where it has no such pack.
+
+    Raises:
+        StorageError: they cannot be read.
+    """
+    if any(os.path.exists(marker_path(root, stream, pack, kind)) for kind in ("gone", "cold")):
+        return None
+    if os.path.exists(log_path(root, stream, pack)):
+        return b""
+    try:
+        return read_file(records_path(root, stream, pack))
+    except NotFoundError:
+        return None
 
 
 def has_left(root: str, stream: str, pack: int, path: str) -> bool:

@@ -17,7 +17,7 @@ from spool.catalog import Catalog
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
-from spool.logs.cold import MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, is_rollup
+from spool.logs.cold import MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, is_rollup, parse_pack_key
 from spool.logs.packs import GoneMark, list_packs
 from spool.logs.streams import stream_names
 from spool.model.events import SessionDiscarded
@@ -74,10 +74,23 @@ class Collector:
 
     def plan(self) -> list[Decision]:
         """Return what would happen to each sealed pack that is this collector's to delete, in that order."""
-        packs, now = self._catalog.packs, time.time()
-        has_cold = self._cold is not None
-        decisions = decide(packs.uses(), packs.sessions(), self._policy, now=now, mine=self._is_mine, has_cold=has_cold)
-        return [decision for decision in decisions if self._is_mine(decision.stream)]
+        disputed: set[Pack] = set()
+        while True:
+            decisions = self._decide(disputed)
+            found = {(item.stream, item.pack) for item in decisions if item.go and self._is_disputed(item)}
+            if not found:
+                return [decision for decision in decisions if self._is_mine(decision.stream)]
+            disputed |= found  # what stays holds the endings of its sessions: decide anew
+
+    def _decide(self, disputed: Collection[Pack]) -> list[Decision]:
+        packs = self._catalog.packs
+        return decide(
+            packs.uses(), packs.sessions(), self._policy, now=time.time(), mine=self._is_mine,
+            has_cold=self._cold is not None, disputed=disputed,
+        )  # fmt: skip
+
+    def _is_disputed(self, item: Decision) -> bool:
+        return self._cold is not None and self._cold.is_other(item.stream, item.pack)
 
     def run(self, plan: Iterable[Decision]) -> Collected:
         """Carry out a plan, and what earlier ones left.
@@ -119,14 +132,18 @@ class Collector:
             self._catalog.forget(*pack, at=gone.at, reason=gone.reason)
 
     def _finish_hot(self, root: str, buried: Mapping[Pack, GoneMark]) -> None:
-        """Complete what was broken off after a pack was marked as deleted, or buried from elsewhere."""
+        """Complete what was broken off after a pack was marked as deleted, or buried from elsewhere.
+
+        A tombstone of what another copy of this root brought over says nothing of the pack of that name here.
+        """
         by_stream: dict[str, set[int]] = {}
         for stream, pack in buried:
             by_stream.setdefault(stream, set()).add(pack)
         for stream in self._streams:
             found = list_packs(f"{root}/streams/{stream}/records")
             for pack in sorted((found.sealed | found.cold) & (found.gone | by_stream.get(stream, set()))):
-                delete(root, self._catalog, stream, pack, buried.get((stream, pack)) or GoneMark(time.time()))
+                if pack in found.gone or self._cold is None or self._cold.is_same(stream, pack):
+                    delete(root, self._catalog, stream, pack, buried.get((stream, pack)) or GoneMark(time.time()))
 
     def _finish_cold(self, cold: ColdFeeder, buried: Mapping[Pack, GoneMark]) -> int:
         """Delete what was buried long enough ago; return how many packs wait for that."""
@@ -195,12 +212,8 @@ def _objects_of(objects: Objects, stream: str, packs: Iterable[int], manifests: 
     """Yield the keys of everything that packs of a stream have in the cold root, their manifests first."""
     ends = tuple(f"-{stream}-{pack}.parquet" for pack in packs)
     yield from (key for key in manifests if key.endswith(ends))
-    numbers = {str(pack) for pack in packs}
-    for found in objects.list(f"streams/{stream}/"):
-        parts = found.key.split("/")[2:]
-        is_shard = len(parts) > 2 and parts[1] == "c" and parts[2] in numbers
-        if is_shard or (parts[0] == "records" and parts[1].removesuffix(".arrow") in numbers):
-            yield found.key
+    chosen = {(stream, pack) for pack in packs}
+    yield from (found.key for found in objects.list(f"streams/{stream}/") if parse_pack_key(found.key) in chosen)
 
 
 def _take_out_of_documents(objects: Objects, stream: str, packs: Iterable[int]) -> None:

@@ -495,8 +495,14 @@ class Spiller:
         with self._saying:
             self._status = msgspec.structs.replace(self._status, **counts)
 
+    def _refused(self) -> dict[tuple[str, int], Damaged]:
+        """Return the packs that stay where they are, and why."""
+        rivals = self._cold.rivals() if self._cold is not None else []
+        refused = {(found.stream, found.pack): Damaged(found.stream, found.pack, found.message) for found in rivals}
+        return {**refused, **{pack: found for pack, (found, _) in list(self._damaged.items())}}
+
     def _say(self, *, error: str | None) -> None:
-        damaged = tuple(found for found, _ in list(self._damaged.values()))
+        damaged = tuple(self._refused().values())
         now = time.time()
         with self._saying:
             changed = (error, damaged) != (self._status.error, self._status.damaged)
