@@ -589,7 +589,7 @@ def test_misuse_of_a_plan_is_named():
         (lambda: plan_from_json("{}"), "this is not a plan"),
         (lambda: found.rank(0).shares[0].place([], np.zeros(4)), "an array for each of the 1 pieces"),
         (lambda: found.rank(0).shares[0].place([np.zeros(2)], np.zeros(4), align="step"), "align must be one of"),
-        (lambda: found.rank(0).shares[0].place([np.zeros(4, int)], np.zeros(4, np.uint8)), "does not hold every int64"),
+        (lambda: found.rank(0).shares[0].place([np.zeros(2, int)], np.zeros(4, np.uint8)), "does not hold every int64"),
         (
             lambda: found.rank(0).shares[0].place([np.zeros(1)], np.zeros(4)),
             r"tokens \[0, 2\) of item 0 have 2 rows",

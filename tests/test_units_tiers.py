@@ -234,6 +234,7 @@ def test_what_only_an_unpublished_pack_names_stays(local_cold, tmp_path, by_hand
 
 def test_an_old_object_is_renewed_before_the_hot_copy_goes(local_cold, tmp_path):
     """The node may still need it, and no other node knows."""
+    (tmp_path / "hot").mkdir()
     units, objects = HotUnits(str(tmp_path / "hot")), open_objects(local_cold)
     unit = encode(image(0))
     units.store(unit.key, [unit.head, unit.body], sync=False)

@@ -65,8 +65,8 @@ def delivery(root: str, *, n_steps: int, n_samples: int, n_tokens: int, compute_
     against = f"TransferQueue, whole samples {_mean(fetching) * 1e3:.0f} ms"
     for name, run, how, bound in (
         ("eager_wait_vs_tq", _eager, "each rank reads at need", 1),
-        ("delivery_wait_vs_tq", _delivered, "planned when the step begins", 50),
-        ("delivery_ahead_wait_vs_tq", _delivered_ahead, "planned a step ahead", 50),
+        ("delivery_begun_wait_vs_tq", _delivered, "planned when the step begins", 10),
+        ("delivery_wait_vs_tq", _delivered_ahead, "planned a step ahead", 50),
     ):
         found = _on_ranks(run, job)
         waits = _steps([own for own, _ in found])
