@@ -32,8 +32,6 @@ LAG_S = 3.0
 SPILLED_AT = 0.8
 """The part of an object store above which Ray moves objects to disk: its ``object_spilling_threshold``."""
 CLOSE_S = 5.0
-ANSWER_S = 0.5
-"""How long the last answers to polls may travel before the actor goes."""
 NAMESPACE = "spool"
 _STORE = "object_store_memory"
 
@@ -105,7 +103,6 @@ class Reader:
         try:
             Reorganiser(self._door, _Objects(self._nodes), self._settings).run()
         finally:
-            time.sleep(ANSWER_S)
             ray.kill(ray.get_actor(self._name, NAMESPACE))
 
     def _nodes(self) -> set[str]:
