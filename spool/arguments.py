@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 from spool.errors import InputError
+from spool.sizes import parse_size
 
 T = TypeVar("T")
 
@@ -92,6 +93,17 @@ def integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
         raise refused(name, "an integer of at most 64 bits", value)
     return value
+
+
+def size(name: str, value: object, *, least: int = 0) -> int:
+    """Return the bytes of ``value``: a number of them, or a text such as ``256MiB``.
+
+    Raises:
+        InputError: it is neither, or fewer than ``least``.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str) or parse_size(value) < least:
+        raise refused(name, f"a size, as 256MiB, at least {least}", value)
+    return parse_size(value)
 
 
 def seconds(name: str, value: object) -> float:

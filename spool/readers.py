@@ -25,6 +25,7 @@ from spool.read.lookup import Selection
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Coverage, Sample
 from spool.read.select import Tokens
+from spool.read.sound import name_of
 from spool.read.tier import Deletion, Tier
 from spool.read.watch import Watch
 from spool.root import open_cold, read_cold_identity, read_identity
@@ -277,6 +278,5 @@ def _naming_reference(error: SpoolError, refs: Sequence[Ref]) -> SpoolError:
         for name, extents in ref.extents.items():
             for extent in extents if name.split(".")[0] == field.split(".")[0] else ():
                 if extent.stream == stream and extent.row < rows[1] and rows[0] < extent.row + extent.n:
-                    found = ref.id if isinstance(ref, SegmentRef | StepRef) else ref.session_id
-                    return type(error)(f"{found}: {error}", **{**error.details, "ref": found})
+                    return type(error)(f"{name_of(ref)}: {error}", **{**error.details, "ref": name_of(ref)})
     return error

@@ -224,6 +224,8 @@ class Recorder:
             if self._said_failing.get(what) != str(error):
                 log.warning("upkeep goes on without %s: %s", what, error)
             self._said_failing[what] = str(error)
+        else:
+            self._said_failing.pop(what, None)
 
     def _drop(self, session: Session) -> None:
         """Let go of a session that was refused: nothing of it is recorded here."""

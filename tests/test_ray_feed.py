@@ -244,9 +244,8 @@ def test_ranks_that_disagree_are_told(started):
     ray.get(own[1].connect.remote(sp.config.uri, mesh, 0))
     assert "takes part in this feed" in ray.get(own[1].all.remote())
     ray.get(own[1].connect.remote(sp.config.uri, mesh, 1, depth=3))
-    told = ray.get([each.all.remote() for each in own])
-    assert all(words.startswith("RankError") for words in told)
-    assert any("depth=3, the first one 2" in words for words in told)
+    for words in ray.get([each.all.remote() for each in own]):
+        assert words.startswith("RankError") and "depth=3, the first one 2" in words
 
 
 def test_a_rank_that_does_not_come_is_named(started):

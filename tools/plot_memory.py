@@ -235,13 +235,14 @@ def _pss_without_store(lines: Any) -> int:
 
 
 def _object_store_fds() -> list[str]:
-    """Return the object store's files: deleted ones in shared memory that the raylet holds."""
+    """Return the object store's files: deleted ones in shared memory that this process's raylet holds."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
-            with open(f"/proc/{pid}/comm", encoding="ascii") as file:
-                if file.read().strip() != "raylet":
-                    continue
+            with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+                name, rest = file.read().rsplit(")", 1)
+            if not name.endswith("(raylet") or int(rest.split()[1]) != os.getpid():
+                continue
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with suppress(OSError):
                     if "plasma" in os.readlink(f"/proc/{pid}/fd/{fd}"):
@@ -300,7 +301,7 @@ def _measured(name: str, n_sessions: int, n_tokens: int) -> Watcher:
     folder = tempfile.mkdtemp(prefix="spool-memory-")
     payload = n_sessions * n_tokens * 320 * 4
     ray.init(
-        num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+        address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=3 * payload + (1 << 30),
     )  # fmt: skip
     watcher = Watcher(ray)

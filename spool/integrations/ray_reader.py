@@ -103,6 +103,8 @@ class Reader:
         try:
             Reorganiser(self._door, _Objects(self._nodes), self._settings).run()
         finally:
+            for peer in list(self._peers.values()):
+                peer.wait_until_left()  # one that was refused still has to hear why
             ray.kill(ray.get_actor(self._name, NAMESPACE))
 
     def _nodes(self) -> set[str]:
@@ -174,6 +176,11 @@ class _Peer:
             self.closed, self._out = True, []
             self._changed.notify_all()
         self._in.put(None)
+
+    def wait_until_left(self) -> None:
+        """Return once the rank says that it is gone, or is taken for dead; it does so when it heard of its end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone or time.monotonic() - self._seen > POLL_S, CLOSE_S)
 
     def tell(self, messages: list[Message]) -> None:
         """Take in what the rank says."""

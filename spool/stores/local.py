@@ -146,8 +146,17 @@ def sync_dir(path: str) -> None:
     Raises:
         SpoolError: it cannot be opened or synced.
     """
+    sync_file(path, flags=os.O_DIRECTORY)
+
+
+def sync_file(path: str, *, flags: int = 0) -> None:
+    """Make what a file holds durable, whoever wrote it.
+
+    Raises:
+        SpoolError: it cannot be opened or synced.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
             os.fsync(fd)
         finally:

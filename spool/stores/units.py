@@ -17,7 +17,16 @@ from typing import NamedTuple
 from spool import locks
 from spool.model.units import UNITS, is_unit_key, unit_path
 from spool.points import reach
-from spool.stores.local import BLOCK, aligned_buffer, make_dirs, map_os_error, pwrite_all, set_direct, sync_dir
+from spool.stores.local import (
+    BLOCK,
+    aligned_buffer,
+    make_dirs,
+    map_os_error,
+    pwrite_all,
+    set_direct,
+    sync_dir,
+    sync_file,
+)
 from spool.stores.vectors import preadv_all
 
 LARGE_BYTES = 1 << 20
@@ -138,16 +147,8 @@ class HotUnits:
         Raises:
             StorageError: it cannot be synced, or is gone.
         """
-        path = self.path(key)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise map_os_error(error, what="sync", path=path) from error
-        sync_dir(os.path.dirname(path))
+        sync_file(self.path(key))
+        sync_dir(os.path.dirname(self.path(key)))
 
     def all(self) -> Iterator[HotUnit]:
         """Yield the units that are there, in no order.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from spool.arguments import instance, integer, names, one_of, optional, refused, seconds, text
+from spool.arguments import instance, integer, names, one_of, refused, seconds, size, text
 from spool.config import parse_uri
 from spool.handle import Spool
 from spool.read.fetch import Verify
-from spool.sizes import parse_size
 from spool.train.delivery.feed import Feed
 from spool.train.delivery.join import digest_of, join
 from spool.train.delivery.staging import stager
@@ -21,6 +20,7 @@ from spool.train.planning.ranks import check_rank
 from spool.train.restoring.fields import expert_spec
 from spool.train.restoring.gaps import Missing
 from spool.train.restoring.tensors import Framework
+from spool.train.restoring.versions import check_mask_versions
 
 if TYPE_CHECKING:
     from spool.model.moe import MoEShape
@@ -90,7 +90,7 @@ def connect(
         n_ranks=mesh.tp if n_ranks is None else integer("n_ranks", n_ranks),
         fields=None if fields is None else tuple(names("fields", fields)),
         depth=integer("depth", depth),
-        memory_bytes=optional(_size, "memory_bytes", memory_bytes),
+        memory_bytes=None if memory_bytes is None else size("memory_bytes", memory_bytes, least=1),
         dtype=dtype, missing=missing, mask_versions=mask_versions, verify=verify, experts=experts,
         pad_token_id=integer("pad_token_id", pad_token_id),
         join_timeout_s=seconds("join_timeout_s", join_timeout_s),
@@ -126,9 +126,7 @@ def _check(settings: Settings) -> None:
     one_of("dtype", settings.dtype, ("stored", "train"))
     one_of("missing", settings.missing, get_args(Missing))
     one_of("verify", settings.verify, get_args(Verify))
-    rule = settings.mask_versions
-    if rule not in ("all", "last") and (type(rule) is not int or rule < 0):
-        raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
+    check_mask_versions(settings.mask_versions)
     expert_spec(settings.experts)
 
 
@@ -136,9 +134,3 @@ def _positive(name: str, value: object) -> float:
     if not seconds(name, value):
         raise refused(name, "seconds, more than 0", value)
     return seconds(name, value)
-
-
-def _size(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or parse_size(value) < 1:
-        raise refused(name, "a size, as 8GiB", value)
-    return parse_size(value)

@@ -106,9 +106,10 @@ def fill(spool: Spool, prepared: Prepared, number: int, settings: Settings, into
     parts = [_Part(piece, prepared, settings) for piece in share.pieces if work.refs[piece.item] is not None]
     lengths = [0 if work.refs[item] is None else rows for item, rows in zip(share.items, share.rows, strict=True)]
     columns = {name: [part.placement(spec) for part in parts] for name, spec in prepared.specs.items()}
+    numbers = behind(share, lengths)
     for name, spec in prepared.specs.items():
         rows = uncovered(share.n_rows, columns[name])
-        pad(views[name], spec, rows, behind(share, lengths), layers=work.layers, token=settings.pad_token_id)
+        pad(views[name], spec, rows, numbers, layers=work.layers, token=settings.pad_token_id)
     _read(spool, parts, columns, views, prepared, settings)
     for number, part in enumerate(parts):
         for name, spec in prepared.specs.items():

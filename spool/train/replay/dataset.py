@@ -20,7 +20,7 @@ from typing import Any, Literal, Self, SupportsIndex, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.arguments import instance, integer, names, one_of, optional, refused
+from spool.arguments import instance, integer, names, one_of, optional, refused, size
 from spool.config import parse_uri
 from spool.errors import AbsentError, GapError, InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError
 from spool.formats.arrays import Ragged
@@ -29,7 +29,6 @@ from spool.handle import open as open_spool
 from spool.model.refs import SegmentRef
 from spool.read.sample import Sample
 from spool.rollout.views import View
-from spool.sizes import parse_size
 from spool.train.replay.order import BatchBy, Ends, Order, Rules
 from spool.train.replay.packing import Packer, Wanted
 from spool.train.replay.snapshot import Snapshot, snapshot_of
@@ -216,7 +215,7 @@ class SegmentDataset:
         rules = Rules(order=self._order, seed=self._seed, batch_by=batch_by, **limits)
         share = Share.of(rank, world_size, ends)
         return _batches_class(self._framework)(
-            self, rules, share, oversize, integer("fill", fill), _size("prefetch_bytes", prefetch_bytes)
+            self, rules, share, oversize, integer("fill", fill), size("prefetch_bytes", prefetch_bytes)
         )
 
     def packs(self, fill: int) -> Callable[[Sequence[SegmentRef]], tuple[dict[str, Any], tuple[str, ...]]]:
@@ -309,9 +308,3 @@ def _at_least(name: str, value: object, least: int) -> int:
     if integer(name, value) < least:
         raise refused(name, f"an integer, at least {least}", value)
     return integer(name, value)
-
-
-def _size(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | str) or parse_size(value) < 0:
-        raise refused(name, "a size, as 256MiB", value)
-    return parse_size(value)

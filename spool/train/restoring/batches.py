@@ -21,7 +21,7 @@ from spool.train.restoring.layouts import VERSIONS, Layout
 from spool.train.restoring.lazy import LazyRouting
 from spool.train.restoring.reading import Rules, make_plan, read_batch
 from spool.train.restoring.tensors import Framework, converter
-from spool.train.restoring.versions import VersionOrder, version_order
+from spool.train.restoring.versions import VersionOrder, check_mask_versions, version_order
 
 if TYPE_CHECKING:
     from spool.handle import Spool
@@ -132,8 +132,7 @@ def restore(
 def _check_choices(layout: object, missing: object, mask_versions: object, lazy: object) -> None:
     one_of("layout", layout, get_args(Layout))
     one_of("missing", missing, get_args(Missing))
-    if mask_versions not in ("all", "last") and (type(mask_versions) is not int or mask_versions < 0):
-        raise refused("mask_versions", "all, last, or how many versions behind a token may be", mask_versions)
+    check_mask_versions(mask_versions)
     instance("lazy", lazy, bool, "True or False")
 
 

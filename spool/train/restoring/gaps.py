@@ -11,6 +11,7 @@ import numpy as np
 from spool.errors import GapError
 from spool.formats.layers import bounds
 from spool.model.fields import TOKEN_IDS
+from spool.read.sound import name_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,7 +66,7 @@ def check_gaps(ref: Ref, found: Coverage, missing: Missing) -> None:
         ways.insert(0, "arange")
     if not found.gaps or missing in ways:
         return
-    name, (start, stop) = str(getattr(ref, "id", ref.session_id)), found.gaps[0]
+    name, (start, stop) = name_of(ref), found.gaps[0]
     hint = f"pass missing={' or '.join(map(repr, ways))}, " if ways else ""
     raise GapError(
         f"{name}: {spec.name} was never sent for positions [{start}, {stop}){', ...' if len(found.gaps) > 1 else ''}; "

@@ -108,6 +108,16 @@ def staleness(versions: NDArray[np.int64], order: VersionOrder) -> NDArray[np.in
     return np.where(versions == NO_VERSION, 0, order.current - versions)
 
 
+def check_mask_versions(rule: object) -> None:
+    """Refuse a rule that `masked_versions` does not know.
+
+    Raises:
+        InputError: it is neither a name nor a number of versions.
+    """
+    if rule not in ("all", "last") and (not isinstance(rule, int) or isinstance(rule, bool) or rule < 0):
+        raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
+
+
 def masked_versions(
     ref: Ref, versions: NDArray[np.int64], order: VersionOrder, mask_versions: Any
 ) -> NDArray[np.bool_] | None:
