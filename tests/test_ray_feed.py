@@ -221,7 +221,7 @@ def test_a_killed_actor_is_said_to_all(started):
     os.kill(pid, 9)
     for words in ray.get([each.all.remote(0.1) for each in own]):
         assert words.startswith("RankError: the actor that reads for this feed, spool-feed-")
-        assert f"(process {pid}), died: The actor died unexpectedly" in words
+        assert f"(process {pid}), died: " in words
     assert time.monotonic() - began < 20
     wait_for(lambda: n_actors() == 0)
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from spool.errors import IntegrityError
+from spool.model.refs import SegmentRef, StepRef
 from spool.model.rows import row_at
 
 if TYPE_CHECKING:
@@ -102,4 +103,4 @@ def _damaged(ref: Ref, why: str, **details: object) -> IntegrityError:
 
 def name_of(ref: Ref) -> str:
     """Return how errors call a reference."""
-    return str(getattr(ref, "id", ref.session_id))
+    return ref.id if isinstance(ref, SegmentRef | StepRef) else ref.session_id
