@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from spool.cli.text import count, iso_time, json_text, one_line, safe_text
+from spool.look.text import count, iso_time, json_text, one_line, safe_text
 from spool.sizes import format_size
 
 if TYPE_CHECKING:

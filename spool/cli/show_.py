@@ -8,7 +8,7 @@ import click
 
 from spool.cli.output import Column, flat, json_option, write_facts, write_json, write_line, write_rows
 from spool.cli.places import find, is_session, open_spool, reference_arguments, split_arguments
-from spool.cli.text import json_text
+from spool.look.text import json_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from spool.cli.output import to_json, write_line
-from spool.cli.text import one_line
+from spool.look.text import one_line
 
 
 def write_steps(steps: Iterable[tuple[int, int | None, Sequence[Any]]]) -> None:

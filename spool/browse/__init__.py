@@ -1,0 +1,1 @@
+"""The terminal browser: looks inside a spool and writes nothing into it."""
