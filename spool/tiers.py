@@ -192,6 +192,8 @@ class Tiers:
 
     def gc(self, *, dry_run: bool, progress: Progress | None) -> list[Decision]:
         """See `Spool.gc`."""
+        if self._feeds.cold is not None:
+            self._feeds.cold.confirm()
         self._feeds.catch_up(whole=True)
         packs = self.collector()
         plan = packs.plan()

@@ -263,3 +263,40 @@ def test_what_a_lost_node_left_without_a_manifest_is_named(uri, cold, objects, m
         (found,) = there.verify().findings
         assert (found.kind, found.stream) == ("unfinished", pack_of(refs[0])[0])
         assert "4 objects of pack 0, and no manifest" in found.text
+
+
+def test_rows_that_a_pack_sealed_without_are_not_read_as_zeros(tmp_path):
+    """An old copy of a root, put back, seals fewer rows than references name: where they lie there is padding."""
+    root, backup = tmp_path / "hot", tmp_path / "backup"
+    with spool.open(str(root)) as sp:
+        early = record(sp, "early")
+        shutil.copytree(root, backup)
+        late = record(sp, "late")
+        wanted = sp.read(early)
+    shutil.rmtree(root)
+    with spool.open(str(backup)) as sp:
+        sp.recover()
+        for tokens in (slice(20, 30), slice(0, None), slice(-3, None)):
+            for fields in (["token_ids"], ["routed_experts"], None):
+                with pytest.raises(spool.IntegrityError, match="are not there"):
+                    sp.read(late[0], tokens=tokens, fields=fields)
+        with pytest.raises(spool.IntegrityError):
+            sp.locate(late[0])
+        assert_same(sp.read(early), wanted)
+
+
+def test_rows_that_a_restored_root_lacks_come_from_the_cold_one(tmp_path):
+    root, backup, cold = tmp_path / "hot", tmp_path / "backup", f"file://{tmp_path}/cold"
+    with spool.open(f"{root}?spill={cold}") as sp:
+        early = record(sp, "early")
+        shutil.copytree(root, backup)
+        late = record(sp, "late")
+        sp.flush()
+        sp.spill()
+        wanted = sp.read([*early, *late]), sp.read(late[0], tokens=slice(10, 20))
+    shutil.rmtree(root)
+    backup.rename(root)
+    with spool.open(f"{root}?spill={cold}") as sp:
+        sp.recover()
+        assert_same(sp.read([*early, *late]), wanted[0])
+        assert_same([sp.read(late[0], tokens=slice(10, 20))], [wanted[1]])

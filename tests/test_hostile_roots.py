@@ -22,6 +22,7 @@ from spool import publishing
 from spool.errors import SpoolError, StorageError
 from spool.model.fields import Schema
 from spool.spiller import turns
+from spool.spiller.evict import evict
 from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
@@ -482,10 +483,10 @@ def test_another_spool_s_cold_root_is_not_taken_for_the_own_one(tmp_path, monkey
     for name, other in (("theirs", True), ("own", False)):
         with spool.open(uri % name) as sp:
             refs = record(sp, "same")
-            sp.publish(refs) if other else sp.flush()
             if other:
                 sp.discard("same")
-                sp.publish(record(sp, "more"))
+                record(sp, "more")
+            sp.flush()
             sp.spill()
         if other:
             (tmp_path / "cold").rename(tmp_path / "cold-theirs")
@@ -495,8 +496,9 @@ def test_another_spool_s_cold_root_is_not_taken_for_the_own_one(tmp_path, monkey
     for readonly in (False, True):
         with spool.open(uri % "own", readonly=readonly) as sp:
             assert [row.session_id for row in sp.sessions()] == ["same"]
-            with pytest.raises((StorageError, spool.ConfigError), match=r"another cold root|mounted"):
-                sp.spill()
+            for call in (sp.spill, sp.gc) if not readonly else ():
+                with pytest.raises((StorageError, spool.ConfigError), match=r"another cold root|mounted"):
+                    call()
     assert sorted((tmp_path / "cold").rglob("*")) == before
     (tmp_path / "cold").rename(tmp_path / "cold-theirs")
     (tmp_path / "cold-own").rename(tmp_path / "cold")
@@ -522,3 +524,86 @@ def test_a_hot_root_that_is_moved_back_goes_on(tmp_path, monkeypatch):
         (tmp_path / "away").rename(root)
         s.append(prompt_token_ids=[1, 2], response_token_ids=[3])
         assert [ref.n_tokens for ref in s.finalize()] == [3]
+
+
+def test_documents_that_arrive_after_the_spiller_ended_are_put_again_by_hand(tmp_path, cold, monkeypatch):
+    """One that lacks rows, and one that lists deleted ones; `verify` names both."""
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    uri = f"file://{tmp_path}/hot?spill=file://{cold}&spill_when=pressure&grace_s=0.001"
+    with spool.open(uri) as sp:
+        first = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        (path,) = cold.glob("streams/*/token_ids/zarr.json")
+        early = path.read_bytes()
+        record(sp, "b")
+        sp.flush()
+        sp.spill()
+        both = path.read_bytes()
+        path.write_bytes(early)
+        assert "Zarr readers miss them" in "".join(found.text for found in sp.verify().findings)
+        sp.spill()
+        assert path.read_bytes() == both
+        sp.release(first)
+        sp.gc()
+        time.sleep(0.01)
+        sp.gc()
+        after = path.read_bytes()
+        assert after != both
+        path.write_bytes(both)
+        assert "were deleted" in "".join(found.text for found in sp.verify().findings)
+        sp.spill()
+        assert path.read_bytes() == after
+        assert not sp.verify().findings
+
+
+def test_a_cold_root_that_is_not_mounted_has_lost_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+    with spool.open(f"file://{tmp_path}/cold", readonly=True) as reader:
+        (tmp_path / "hot").rename(tmp_path / "away")
+        (tmp_path / "cold").rename(tmp_path / "cold-away")
+        for make in (lambda: None, (tmp_path / "cold").mkdir):
+            make()
+            with pytest.raises(StorageError, match="is not mounted"):
+                reader.read(refs)
+        (tmp_path / "cold").rmdir()
+        (tmp_path / "cold-away").rename(tmp_path / "cold")
+        assert reader.read(refs)[0]["token_ids"].size
+
+
+def test_an_index_made_anew_after_an_evicted_pack_was_deleted_elsewhere_starts_sessions(tmp_path, monkeypatch):
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    cold = f"file://{tmp_path}/cold"
+    with spool.open(f"file://{tmp_path}/hot?spill={cold}") as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        (row,) = sp._catalog.packs.rows()
+        evict(str(tmp_path / "hot"), sp._catalog, row.stream, row.pack)
+    with spool.open(f"{cold}?grace_s=0.001") as sp:
+        sp.release(refs)
+        sp.gc()
+        sp.gc()
+    for path in (tmp_path / "hot").glob("catalog.sqlite*"):
+        path.unlink()
+    with spool.open(f"file://{tmp_path}/hot?spill={cold}") as sp:
+        record(sp, "b", final=False)
+        record(sp, "a", final=False)
+
+
+@pytest.mark.parametrize(("at", "value"), [(18, 3), (19, 9), (47, 7)])
+def test_an_index_whose_header_is_of_no_sqlite_we_know_is_made_again(tmp_path, at, value):
+    root = tmp_path / "hot"
+    with spool.open(str(root)) as sp:
+        refs = record(sp, "a")
+    with open(root / "catalog.sqlite", "r+b") as file:
+        file.seek(at)
+        file.write(bytes([value]))
+    for readonly in (True, False):
+        with spool.open(str(root), readonly=readonly) as sp:
+            assert [row.session_id for row in sp.sessions()] == ["a"]
+            assert sp.read(refs)[0]["token_ids"].size

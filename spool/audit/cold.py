@@ -202,8 +202,17 @@ class _Stream:
             missing = [first for first, n in expected.items() if valid.get(first) != n]
             if missing and not self._packs.is_gone((self._name, missing[0] // layout.shard_rows)):
                 yield self._finding(
-                    f"it does not list the rows from {missing[0]} on: Zarr readers miss them", key, array
-                )
+                    f"it does not list the rows from {missing[0]} on: Zarr readers miss them; `spool spill` by hand at "
+                    "the hot root of the stream puts it again",
+                    key, array,
+                )  # fmt: skip
+            for first in valid.keys() - expected.keys():
+                if self._packs.is_gone((self._name, first // layout.shard_rows)):
+                    yield self._finding(
+                        f"it lists rows from {first} on, which were deleted: Zarr readers take them for zeros; `spool "
+                        "spill` by hand at the hot root of the stream puts it again",
+                        key, array,
+                    )  # fmt: skip
 
     def _wrong_size(self, key: str, size: int) -> str | None:
         if key not in self._sizes:

@@ -101,6 +101,9 @@ FED = (
 NEEDED = ("events_of", "uses_via")
 """Indexes that feeding itself looks up in."""
 
+WAL_VERSION = 2
+"""What bytes 18 and 19 of a database in WAL mode are."""
+
 Identity = tuple[int, int]
 
 MEMORY = ":memory:"
@@ -163,8 +166,10 @@ def connect(path: str) -> apsw.Connection:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-        except (apsw.NotADBError, apsw.CorruptError) as error:
+        except (apsw.NotADBError, apsw.CorruptError, apsw.SQLError, apsw.ReadOnlyError) as error:
             connection.close()
+            if isinstance(error, apsw.ReadOnlyError) and not _is_of_later_version(path):
+                raise
             raise DamagedError(f"{path} is damaged: {error}", file=file) from error
         except BaseException:
             connection.close()
@@ -202,6 +207,15 @@ def connect_readonly(path: str) -> apsw.Connection:
 def has_wal(path: str) -> bool:
     """Whether there is a WAL beside a database: a process has it open, or died with it."""
     return os.path.exists(path + _BESIDE[1])
+
+
+def _is_of_later_version(path: str) -> bool:
+    """Whether the header of a file asks for a later SQLite to write or read it, which none of ours does."""
+    try:
+        with open(path, "rb") as file:
+            return max(file.read(20)[18:], default=0) > WAL_VERSION
+    except OSError:
+        return False
 
 
 def _begin(path: str) -> None:

@@ -53,6 +53,11 @@ def group_key(stream: str) -> str:
     return f"streams/{stream}/zarr.json"
 
 
+def array_key(stream: str, name: str) -> str:
+    """Return the key of the document that describes a stored array of a stream."""
+    return f"streams/{stream}/{name}/zarr.json"
+
+
 def padded_bytes(n_data_bytes: int, *, chunk_bytes: int) -> int:
     """Return ``n_data_bytes`` rounded up to whole inner chunks; there the index begins."""
     return -(-n_data_bytes // chunk_bytes) * chunk_bytes

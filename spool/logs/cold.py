@@ -224,7 +224,7 @@ class ColdFeeder:
         new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
         lost = seen.difference(there, gone)
         if buried or new or lost:
-            self._check_same_root()
+            self.confirm()
         self._forget_buried(buried)
         for known in (self._damaged, self._rivals):
             for key in known.keys() - there.keys():
@@ -245,7 +245,7 @@ class ColdFeeder:
         except msgspec.DecodeError:
             return None
 
-    def _check_same_root(self) -> None:
+    def confirm(self) -> None:
         """Make sure that this is the spool's own cold root, and that what is not listed is not only out of sight.
 
         Raises:
@@ -509,9 +509,9 @@ class ColdFeeder:
         key = f"{FACTS}{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(16)}.parquet"
         payloads = [encode_event(event) for event in events]
         data = manifest.encode_facts(payloads)
-        self._check_same_root()
+        self.confirm()
         self.objects.put(key, data)
-        self._check_same_root()  # else it went to what else is mounted there now
+        self.confirm()  # else it went to what else is mounted there now
         with self._catalog.bulk():
             self._take_in_facts(key, payloads, len(data))
             self._catalog.packs.saw([key])

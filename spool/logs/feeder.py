@@ -164,7 +164,15 @@ class LogFeeder:
     def problems(self) -> list[Problem]:
         """Return what could not be taken in, as far as it was seen by this object."""
         with self._own():
+            self._problems = {pack: found for pack, found in self._problems.items() if not self._is_over(found)}
             return list(self._problems.values())
+
+    def _is_over(self, problem: Problem) -> bool:
+        """Whether a pack whose events were not to be had was deleted, as the cold root says meanwhile."""
+        if problem.kind != "evicted":
+            return False
+        row = self._catalog.packs.get(problem.stream, problem.pack)
+        return row is not None and row.state == "gone"
 
     def rebuild(self) -> list[Problem]:
         """Empty the catalog and feed it from the first event on; return what cannot be taken in.
@@ -479,6 +487,8 @@ class LogFeeder:
     def _feed_evicted(self, name: str, known: _Known) -> None:
         """Take in the events of packs that are in the cold root only."""
         known.retry_at = time.monotonic() + COLD_RETRY_S
+        known.tiers = self._catalog.packs.states(name)
+        known.evicted = [pack for pack in known.evicted if known.tiers.get(pack) != "gone"]
         for pack in list(known.evicted):
             if self._cold is None:
                 self._report(name, pack, "evicted", "its events are in the cold root; open the spool with spill=")

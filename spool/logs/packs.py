@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -84,6 +85,13 @@ def list_packs(folder: str) -> Listing:
         if ending in found and number.isdecimal():
             found[ending].add(int(number))
     return Listing(*found.values())
+
+
+def last_cold(root: str, stream: str, *, default: float) -> float:
+    """Return when a pack of a stream was last brought over, seconds since the epoch; ``default`` where none was."""
+    with suppress(FileNotFoundError), os.scandir(f"{root}/streams/{stream}/records") as files:
+        return max((file.stat().st_mtime for file in files if file.name.endswith(".cold")), default=default)
+    return default
 
 
 def has_files(root: str, stream: str, pack: int) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from crc32c import crc32c
 
-from spool.errors import IntegrityError, NotFoundError
+from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats import cold
 from spool.formats.cold_arrays import parse_cold_group
 from spool.formats.layers import stored_layers
@@ -272,6 +272,13 @@ class ColdTier:
             ByteRange(self.path(key), start, stop - start, source.field.name, (base + first, base + end), source.stream)
             for start, stop, first, end in parts
         ]
+
+    def check(self) -> None:
+        """See `Tier.check`."""
+        if self.objects.info("spool.json") is None:
+            raise StorageError(
+                f"{self.objects.url} has no spool.json: it was emptied, or is not mounted; try again when it is there"
+            )
 
     def path(self, key: str) -> str:
         """See `Tier.path`."""

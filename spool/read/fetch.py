@@ -161,7 +161,11 @@ def compare(check: Check, crc: int, tier: Tier) -> None:
 
 
 def lost(source: Source, row: int, n: int, tiers: Sequence[Tier]) -> SpoolError:
-    """Return why no tier has stored rows ``[row, row + n)`` of ``source``: they were deleted, or they are lost."""
+    """Return why no tier has stored rows ``[row, row + n)`` of ``source``: they were deleted, or they are lost.
+
+    Raises:
+        StorageError: a tier is not there at all, so that nothing can be said.
+    """
     pack = row // source.shard_rows
     what = f"rows [{row}, {row + n}) of {source.field.name} in stream {source.stream}"
     where = {"stream": source.stream, "field": source.field.name, "rows": [row, row + n]}
@@ -170,10 +174,12 @@ def lost(source: Source, row: int, n: int, tiers: Sequence[Tier]) -> SpoolError:
         if deletion is not None:
             when = format_time(deletion.at)
             return ReleasedError(f"{what} are gone: pack {pack} was deleted at {when}: {deletion.reason}", **where)
+    for tier in tiers:
+        tier.check()
     places = [tier.path(source.key(pack)) for tier in tiers]
     return AbsentError(
         f"{what} were recorded and are not there: {' and '.join(places)} {'is' if len(places) == 1 else 'are'} "
-        "missing; restore the file from a copy, or run `spool verify` to see what else is gone",
+        "missing or without them; restore the file from a copy, or run `spool verify` to see what else is gone",
         **where, file=places[0],
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from spool.read.fetch import note, spread
 from spool.read.locate import byte_ranges
 from spool.read.plan import Fetch, Piece, plan
 from spool.read.tier import Deletion
+from spool.read.valid import ValidRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class HotTier:
     def __init__(self, store: HotStore, deletion: Callable[[str, int], Deletion | None] = lambda *_: None) -> None:
         self.store = store
         self.deletion = deletion
+        self._valid = ValidRows(store)
 
     def read(self, key: str) -> bytes | None:
         """See `Tier.read`."""
@@ -51,6 +53,7 @@ class HotTier:
 
     def bring(self, pieces: Sequence[Piece], batch: Batch, workers: Workers) -> list[Piece]:
         """See `Tier.bring`."""
+        pieces, lacking = self._valid.split(pieces, batch.sources)
         fetches = plan(pieces, gap=GAP_BYTES, limit=FETCH_BYTES)
         absent: dict[str, list[Piece]] = {}
         if len(fetches) > 1 and sum(fetch.length for fetch in fetches) > THREAD_BYTES:
@@ -58,7 +61,7 @@ class HotTier:
         else:
             for fetch in fetches:
                 self._fetch(fetch, batch, absent)
-        return [piece for pieces in absent.values() for piece in pieces]
+        return [*lacking, *(piece for pieces in absent.values() for piece in pieces)]
 
     def _fetch(self, fetch: Fetch, batch: Batch, absent: dict[str, list[Piece]]) -> None:
         if fetch.key in absent:  # looking for it once more may take as long as for a shard that is being written
@@ -84,10 +87,16 @@ class HotTier:
 
     def locate(self, source: Source, run: Run) -> list[ByteRange] | None:
         """See `Tier.locate`."""
+        key, base = source.locate(run.extent)
+        if not self._valid.has(source, key, (run.row + run.n - base) * source.row_bytes):
+            return None
         try:
             return byte_ranges(source, run, self.store)
         except AbsentError:
             return None
+
+    def check(self) -> None:
+        """See `Tier.check`; references name hot roots that are gone by right."""
 
     def path(self, key: str) -> str:
         """See `Tier.path`."""

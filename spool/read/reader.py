@@ -194,6 +194,8 @@ class Reader:
             data = tier.read(key)
             if data is not None:
                 return data, tier.path(key)
+        for tier in self._tiers:
+            tier.check()
         raise AbsentError(
             f"{' and '.join(tier.path(key) for tier in self._tiers)} is not there: the stream was recorded on another "
             "node and not published, or is lost; publish it there, or name its root in SPOOL_ROOTS",

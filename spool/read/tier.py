@@ -38,6 +38,13 @@ class Tier(Protocol):
     def deletion(self, stream: str, pack: int) -> Deletion | None:
         """Return when and why a pack was deleted, where this place knows."""
 
+    def check(self) -> None:
+        """Make sure that the place itself is there, when rows are not.
+
+        Raises:
+            StorageError: it is not, or cannot be reached.
+        """
+
     def path(self, key: str) -> str:
         """Return the object's path or URL, for people."""
 

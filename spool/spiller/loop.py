@@ -20,6 +20,7 @@ from spool.errors import ConfigError, IntegrityError, SpoolError, StorageError
 from spool.formats.manifest import PackEntry
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder, gone_key
+from spool.logs.packs import last_cold
 from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live
 from spool.observe import Evicted, Observer, Spilled, tell
@@ -33,7 +34,7 @@ from spool.spiller.mend import Mender
 from spool.spiller.plan import ANY_PACK, ROUND_PACKS, Pressure, packs_to_spill, pressure
 from spool.spiller.rollup import roll_up
 from spool.spiller.status import Damaged, Status, status_path
-from spool.spiller.upload import Uploader, all_of
+from spool.spiller.upload import LATE_S, Uploader, all_of
 from spool.stores.hot import HotStore
 from spool.stores.local import write_atomic
 from spool.stores.units import HotUnits, disk_bytes
@@ -120,6 +121,7 @@ class Spiller:
         self._lock = file_identity(lock_path(self._root))
         self._kept_at = self._collected_at = self._recovered_at = self._tidied_at = float("-inf")
         self._looked_at = float("-inf")
+        self._by_hand = False
         self._n_waiting = 0
         self._saying = threading.Lock()
 
@@ -201,6 +203,7 @@ class Spiller:
         Raises:
             SpoolError: a root failed; what was brought over is, and the rest can be done again.
         """
+        self._by_hand = True
         self._feeder.catch_up()
         self._look_at_cold()
         self._keep_up()
@@ -320,11 +323,18 @@ class Spiller:
         if self._cold is None or time.monotonic() - self._tidied_at < TIDY_S:
             return
         assert self._uploader is not None
-        for key in self._uploader.mend_documents():
-            log.warning("%s lacked rows that are in the cold root, and is put again", key)
+        for key in self._uploader.mend_documents(self._described_before()):
+            log.warning("%s did not list the rows that are in the cold root, and is put again", key)
         roll_up(self._cold, self._feeder.stream_names())
         self._cold.objects.abort_stale_uploads(STALE_UPLOAD_S)
         self._tidied_at = time.monotonic()
+
+    def _described_before(self) -> list[str]:
+        """Return, the first time, the streams of which spillers before this one brought packs over: lately, or ever."""
+        if self._tidied_at > float("-inf"):
+            return []
+        since = float("-inf") if self._by_hand else time.time() - LATE_S
+        return [name for name in self._feeder.stream_names() if last_cold(self._root, name, default=since) > since]
 
     def _recover(self) -> bool:
         self._recovered_at = time.monotonic()

@@ -215,10 +215,13 @@ class Uploader:
         self._put_all(self._documents(stream, new))
         self._described[stream.folder.name] = time.monotonic()
 
-    def mend_documents(self) -> list[str]:
-        """Put again the documents that lack rows of what was brought over lately; return their keys.
+    def mend_documents(self, more: Iterable[str] = ()) -> list[str]:
+        """Put again the documents that do not list the rows of what was brought over lately; return their keys.
 
         A put that was given up, and tried again, may arrive after the next one: then the older document is there.
+
+        Args:
+            more: streams that are looked at too, however long ago something of them was brought over.
 
         Raises:
             StorageError: the cold root failed.
@@ -226,22 +229,32 @@ class Uploader:
         since = time.monotonic() - LATE_S
         self._described = {name: at for name, at in self._described.items() if at > since}
         mended = []
-        for name in self._described:
+        for name in {**self._described, **dict.fromkeys(more)}:
             with turn(self._root, alone=False):
-                wanted = self._documents(self._streams[name])
-                lacking = self._threads.map(lambda document: self._lacks_rows(*document), wanted)
-                again = [document for document, lacks in zip(wanted, lacking, strict=True) if lacks]
+                stream = self._streams.get(name) or self._known(name)
+                wanted = [] if stream is None else self._documents(stream)
+                differing = self._threads.map(lambda document: self._differs(*document), wanted)
+                again = [document for document, differs in zip(wanted, differing, strict=True) if differs]
                 self._put_all(again)
                 mended += [key for key, _ in again]
         return mended
 
-    def _lacks_rows(self, key: str, wanted: bytes) -> bool:
-        """Whether a document is not there, cannot be used, or does not list all rows that ``wanted`` does."""
+    def _known(self, name: str) -> Stream | None:
+        """Return a stream of which packs are in the cold root; None where none is."""
+        try:
+            folder, _ = open_folder(self._root, name)
+            packs = set(packs_of(folder, ".cold")).difference(packs_of(folder, ".gone"))
+            return self._open(name, min(packs)) if packs else None
+        except IntegrityError:  # recovery, or `verify`, says what is wrong with it
+            return None
+
+    def _differs(self, key: str, wanted: bytes) -> bool:
+        """Whether a document is not there, cannot be used, or lists other rows than ``wanted`` does."""
         try:
             there = parse_rows(self._objects.get(key), self._url(key))[1]
         except (NotFoundError, IntegrityError):
             return True
-        return not set(parse_rows(wanted)[1]) <= set(there)
+        return parse_rows(wanted)[1] != there
 
     def _documents(self, stream: Stream, new: Sequence[PackEntry] = ()) -> list[tuple[str, bytes]]:
         """Return the documents of the arrays, by key: of all packs in the cold root and the ``new`` ones."""
