@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, PackRow, SessionRow
+from spool.catalog.news import News
+from spool.catalog.summary import Extreme, Summary
 from spool.config import parse_uri
 from spool.derived import derived_segments
 from spool.errors import InputError, IntegrityError
@@ -417,9 +419,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name; raised by the call.
         """
-        self._look()
-        if where is not None:
-            self._catalog.check_filter(where, "sessions")
+        self._look_for(where)
         rows = self._catalog.sessions(where)
         return rows if discarded else (row for row in rows if row.state != "discarded")
 
@@ -444,6 +444,64 @@ class Spool:
         """Take in what was recorded up to now; of a closed spool nothing is asked."""
         self._recorder.check_open()
         return self._feeds.catch_up(fresh=True)
+
+    def summary(self, where: str | None = None, *, current_version: str | None = None) -> Summary:
+        """Return the shape of the run: totals, shares, histograms, series; counted by the index, no payload is read.
+
+        Args:
+            where: a filter of sessions, as `sessions` takes it.
+            current_version: the weights that staleness is counted from; those that were newest when each session ended
+                where None.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        self._look_for(where)
+        return self._catalog.summary(where, arguments.optional(arguments.label, "current_version", current_version))
+
+    def extremes(self, by: Extreme, where: str | None = None, *, limit: int = 10) -> list[SessionRow]:
+        """Return the sessions with most ``n_tokens`` or ``n_steps``, or of the longest ``duration_s``.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        arguments.one_of("by", by, get_args(Extreme))
+        self._look_for(where)
+        return self._catalog.extremes(by, where, limit)
+
+    def sample(self, n: int, where: str | None = None) -> list[SegmentRef]:
+        """Return at most ``n`` segments, spread over those of all sessions that match; the same ones each time.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        self._look_for(where)
+        return self._catalog.sample(n, where)
+
+    def news(self, mark: int | None = None, where: str | None = None) -> tuple[list[News], int]:
+        """Return what happened behind a mark, and the mark to ask with next; the first call, without one, says nothing.
+
+        Costs little while nothing happens. Ask again at once until the mark stays the same.
+
+        Args:
+            mark: what the last call of this handle returned.
+            where: a filter of sessions, as they are when asked.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+            StorageError: a root cannot be read; ask again with the same mark.
+        """
+        self._recorder.check_open()
+        self._feeds.catch_up(fresh=mark is None)
+        if where is not None and mark is None:
+            self._catalog.check_filter(where, "sessions")
+        return self._catalog.news(mark, where)
+
+    def _look_for(self, where: str | None) -> None:
+        """Take in what was recorded up to now, and check a filter of sessions."""
+        self._look()
+        if where is not None:
+            self._catalog.check_filter(where, "sessions")
 
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
