@@ -479,22 +479,22 @@ class Spool:
         return self._catalog.sample(n, where)
 
     def news(self, mark: int | None = None, where: str | None = None) -> tuple[list[News], int]:
-        """Return what happened behind a mark, and the mark to ask with next; the first call, without one, says nothing.
+        """Return what happened behind a mark, and the mark to ask with next.
 
-        Costs little while nothing happens. Ask again at once until the mark stays the same.
+        Costs little while nothing happens. Ask again at once until the mark stays the same. Without a mark it only
+        returns the one behind all that this handle has looked at so far.
 
         Args:
             mark: what the last call of this handle returned.
-            where: a filter of sessions, as they are when asked.
+            where: a filter of sessions, as they are when asked; a name that is no column is a late fact.
 
         Raises:
-            InputError: the filter does not parse or has an unknown name.
+            InputError: the filter does not parse.
             StorageError: a root cannot be read; ask again with the same mark.
         """
         self._recorder.check_open()
-        self._feeds.catch_up(fresh=mark is None)
-        if where is not None and mark is None:
-            self._catalog.check_filter(where, "sessions")
+        if mark is not None:
+            self._feeds.catch_up()
         return self._catalog.news(mark, where)
 
     def _look_for(self, where: str | None) -> None:

@@ -364,7 +364,8 @@ def _rewards(asked: _Asked) -> Histogram:
         first=(width, last, first),
     )
     bins = {int(number): int(count) for number, count, *_ in found}
-    return _gathered(found, _filled(bins, lambda number: (_round(number * width), _round((number + 1) * width))), missing)
+    filled = _filled(bins, lambda number: (_round(number * width), _round((number + 1) * width)))
+    return _gathered(found, filled, missing)
 
 
 def _round(value: float) -> float:
