@@ -130,8 +130,10 @@ def _attributes(
 def _lists(part: str, a: Sequence[Struct], b: Sequence[Struct]) -> Iterator[Difference]:
     for number, (one, other) in enumerate(zip_longest(a, b)):
         if one != other:
-            some = structs.asdict(one if one is not None else other)
-            place = {"index": number, **{name: some[name] for name in ("start", "position") if name in some}}
+            some = one if one is not None else other
+            assert some is not None
+            facts = structs.asdict(some)
+            place = {"index": number, **{name: facts[name] for name in ("start", "position") if name in facts}}
             shown = [None if item is None else structs.asdict(item) for item in (one, other)]
             yield Difference(part=part, what="entry", place=place, a=shown[0], b=shown[1])
             return
