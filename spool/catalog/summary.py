@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
@@ -26,13 +26,6 @@ _PERIODS_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 43_2
 _REWARD = "LEFT JOIN facts f ON f.sid = s.sid AND f.key = 'reward' AND f.target = ''"
 _IS_REWARD = "typeof(f.value) IN ('integer', 'real')"
 _KEPT = "s.opened_at IS NOT NULL AND s.discarded_at IS NULL"
-
-Extreme = Literal["n_tokens", "n_steps", "duration_s"]
-_EXTREMES: dict[Extreme, str] = {
-    "n_tokens": "s.n_tokens",
-    "n_steps": "s.n_steps",
-    "duration_s": "s.last_at - s.opened_at",
-}
 
 
 class Bin(Struct, frozen=True, gc=False):
@@ -221,17 +214,16 @@ def summary(run: Execute, where: str | None = None, current_version: str | None 
     )
 
 
-def extremes(run: Execute, by: Extreme, where: str | None = None, limit: int = 10) -> list[int]:
-    """Return the numbers of the sessions with most tokens or steps, or that took longest.
+def slowest(run: Execute, where: str | None = None, limit: int = 10) -> list[int]:
+    """Return the numbers of the sessions with most time between their opening and their last event, the longest first.
 
     Raises:
         InputError: the filter does not parse.
     """
     match = compile_where(where, SESSION) if where is not None else Filter("1")
-    key = _EXTREMES[by]
     sql = (
-        f"SELECT s.sid FROM sessions s WHERE {_KEPT} AND {match.sql} AND {key} > 0 "
-        f"ORDER BY {key} DESC, s.session_id LIMIT ?"
+        f"SELECT s.sid FROM sessions s WHERE {_KEPT} AND {match.sql} "
+        "ORDER BY s.last_at - s.opened_at DESC, s.session_id LIMIT ?"
     )
     return [int(sid) for (sid,) in run(sql, (*match.values, limit))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from spool.catalog.news import News
@@ -24,7 +23,7 @@ LONGEST_S, LONGEST_COLD_S = 1.0, 5.0
 
 
 def newest(sp: Spool, n: int, where: str | None = None) -> list[News]:
-    """Return the sessions that were opened last, oldest first, and how each stands, discarded ones included.
+    """Return the sessions that came last, oldest first, and how each stands, discarded ones included.
 
     Args:
         sp: the spool.
@@ -34,7 +33,7 @@ def newest(sp: Spool, n: int, where: str | None = None) -> list[News]:
     Raises:
         InputError: the filter does not parse.
     """
-    return [_as_it_is(row) for row in deque(sp.sessions(where, discarded=True), maxlen=n)]
+    return [_as_it_is(row) for row in reversed(sp.listing(where, limit=n).rows(0, n))]
 
 
 def _as_it_is(row: SessionRow) -> News:
