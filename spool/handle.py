@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from spool import arguments, audit
 from spool.audit import Report
-from spool.catalog import Catalog, PackRow, SessionRow
+from spool.catalog import Catalog, GroupLook, PackRow, SessionRow
 from spool.config import parse_uri
 from spool.derived import derived_segments
 from spool.errors import InputError, IntegrityError
@@ -27,6 +27,7 @@ from spool.facts import Facts
 from spool.feeds import Feeds
 from spool.history import History
 from spool.known import Known
+from spool.listing import ARRIVAL, Listing
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import FACT_STREAM, ColdFeeder
 from spool.logs.packs import has_files, unspilled
@@ -417,11 +418,47 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name; raised by the call.
         """
-        self._look()
-        if where is not None:
-            self._catalog.check_filter(where, "sessions")
+        self._look(where)
         rows = self._catalog.sessions(where)
         return rows if discarded else (row for row in rows if row.state != "discarded")
+
+    def listing(
+        self,
+        where: str | None = None,
+        *,
+        order: Sequence[str] = ARRIVAL,
+        discarded: bool = True,
+        limit: int | None = None,
+    ) -> Listing:
+        """Return the recorded sessions in an order, to be looked at a page at a time; for millions of them.
+
+        Args:
+            where: a filter, as `sessions` takes it.
+            order: names of columns, or ``number``, the order of arrival; ``-`` in front for descending.
+            discarded: those that were withdrawn, too.
+            limit: at most so many.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name, or the order has one.
+        """
+        self._look(where)
+        return Listing(self._catalog, self._look, where, order, discarded=discarded, limit=limit)
+
+    def groups(
+        self, where: str | None = None, *, order: Sequence[str] = ("-last_at",), limit: int | None = None
+    ) -> list[GroupLook]:
+        """Return the groups of the recorded sessions that match, with the spread of their rewards.
+
+        Args:
+            where: a filter of sessions, as `sessions` takes it.
+            order: names of `GroupLook`'s attributes; ``-`` in front for descending.
+            limit: at most so many.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name, or the order has one.
+        """
+        self._look(where)
+        return self._catalog.groups(where, order, limit)
 
     def segments(self, where: str | None = None, view: View | None = None) -> Iterator[SegmentRef]:
         """Iterate the segments of finalised sessions, in the order they were finalised, late facts merged in.
@@ -440,10 +477,13 @@ class Spool:
             return self._catalog.segments(where)
         return derived_segments(self._catalog, self._history.state, where, view)
 
-    def _look(self) -> list[Problem]:
-        """Take in what was recorded up to now; of a closed spool nothing is asked."""
+    def _look(self, where: str | None = None) -> list[Problem]:
+        """Take in what was recorded up to now, and check a filter of sessions; of a closed spool nothing is asked."""
         self._recorder.check_open()
-        return self._feeds.catch_up(fresh=True)
+        problems = self._feeds.catch_up(fresh=True)
+        if where is not None:
+            self._catalog.check_filter(where, "sessions")
+        return problems
 
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""

@@ -192,8 +192,8 @@ class Publisher:
         for ref in refs:
             for array, extents in ref.extents.items():
                 for extent in extents:
-                    n_rows = (self._feeds.hot.shard_rows(extent.stream) or {}).get(array)
-                    packs.add((extent.stream, extent.row // n_rows if n_rows else -1))
+                    size = (self._feeds.hot.sizes(extent.stream) or {}).get(array)
+                    packs.add((extent.stream, extent.row // size.shard_rows if size is not None else -1))
         return packs
 
     def is_far(self, missing: set[Pack]) -> bool:

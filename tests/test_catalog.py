@@ -36,6 +36,7 @@ from spool.catalog import Catalog, DamagedError, LogState, Release, Space, rival
 from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
+from spool.model.fields import ArraySize
 from spool.model.refs import Extent
 
 FORK = multiprocessing.get_context("fork")
@@ -1017,7 +1018,7 @@ def test_a_rebuild_is_seen_whole_or_not_at_all(path, catalog):
 
 # -- packs that go ---------------------------------------------------------------------------------------------------
 
-ROWS = {"token_ids": 10}
+ROWS = {"token_ids": ArraySize(10, 4)}
 
 
 def sizes(stream):
@@ -1037,7 +1038,7 @@ _PACKS = st.lists(st.lists(_EVENTS | _FAR, min_size=1, max_size=7), min_size=2, 
 
 
 def _seal(catalog, n, events):
-    return catalog.ingest_pack(f"s{n // 2}", n % 2, [encode_event(event) for event in events], shard_rows=sizes)
+    return catalog.ingest_pack(f"s{n // 2}", n % 2, [encode_event(event) for event in events], sizes=sizes)
 
 
 def _fed(packs, chosen):
@@ -1135,8 +1136,8 @@ def test_an_iteration_is_not_led_astray_by_what_goes(catalog):
 
 def test_the_packs_that_a_session_uses(catalog):
     far = {"token_ids": (Extent("s", 15, 5, 0, 7), Extent("s1", 38, 2, 5, 7), Extent("nowhere", 0, 3, 7, 7))}
-    catalog.ingest_pack("s", 0, [encode_event(e) for e in (opened("u"), step("u", 0, extents=far))], shard_rows=sizes)
-    catalog.ingest_pack("t", 0, [encode_event(Released("u", 3.0, ("x",)))], shard_rows=sizes)
+    catalog.ingest_pack("s", 0, [encode_event(e) for e in (opened("u"), step("u", 0, extents=far))], sizes=sizes)
+    catalog.ingest_pack("t", 0, [encode_event(Released("u", 3.0, ("x",)))], sizes=sizes)
     assert catalog.packs.of(["u", "nobody"]) == {("s", 0), ("s", 1), ("s1", 3), ("t", 0)}
     assert catalog.packs.of([]) == set()
     uses = {(use.row.stream, use.row.pack): use for use in catalog.packs.uses()}

@@ -30,7 +30,7 @@ from spool.errors import IntegrityError, ReleasedError, StorageError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, encode_event, frame
 from spool.logs import FeedTimer, LogFeeder, feeder
-from spool.model.fields import TOKEN_IDS, Schema
+from spool.model.fields import TOKEN_IDS, ArraySize, Schema
 from spool.model.refs import Extent
 from spool.write.stream import create_stream
 
@@ -806,8 +806,8 @@ class ColdRoot:
     def records(self, stream, pack):
         return bytes(records.encode(self._pack(stream, pack)))
 
-    def shard_rows(self, stream):
-        return {"token_ids": 10} if stream == "far" else None
+    def sizes(self, stream):
+        return {"token_ids": ArraySize(10, 4)} if stream == "far" else None
 
 
 def gone(folder, pack=0, text='{"at": 1000000000, "reason": "released"}'):

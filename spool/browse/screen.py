@@ -124,7 +124,7 @@ class SpoolScreen(Screen[None]):
         """Whether an answer is still awaited."""
         return self._asking.is_busy
 
-    def name(self, text: str) -> None:
+    def headline(self, text: str) -> None:
         """Say in the heading what the screen shows."""
         self._line("#heading", text)
 

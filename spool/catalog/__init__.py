@@ -2,6 +2,7 @@
 
 from spool.catalog.catalog import Catalog
 from spool.catalog.rows import (
+    GroupLook,
     Located,
     LogItem,
     LogState,
@@ -11,16 +12,18 @@ from spool.catalog.rows import (
     Place,
     Release,
     SessionEnd,
+    SessionLook,
     SessionRow,
     Totals,
 )
 from spool.catalog.schema import DamagedError
 from spool.catalog.space import Space
-from spool.catalog.uses import ShardRows
+from spool.catalog.uses import StreamSizes
 
 __all__ = [
     "Catalog",
     "DamagedError",
+    "GroupLook",
     "Located",
     "LogItem",
     "LogState",
@@ -30,8 +33,9 @@ __all__ = [
     "Place",
     "Release",
     "SessionEnd",
+    "SessionLook",
     "SessionRow",
-    "ShardRows",
     "Space",
+    "StreamSizes",
     "Totals",
 ]

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from spool.catalog import forget, query, schema, snapshot
+from spool.catalog import forget, listing, query, schema, snapshot
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
 from spool.catalog.history import late_events, openings, session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
 from spool.catalog.packs import Packs
-from spool.catalog.rows import Located, LogItem, LogState, Place, Release, SessionRow, Totals
+from spool.catalog.rows import (
+    GroupLook,
+    Located,
+    LogItem,
+    LogState,
+    Place,
+    Release,
+    SessionLook,
+    SessionRow,
+    Totals,
+)
 from spool.catalog.schema import GONE, DamagedError
 from spool.catalog.space import give_back
 from spool.catalog.units import NamedUnits
-from spool.catalog.uses import ShardRows, Uses, no_sizes, pack_id
+from spool.catalog.uses import StreamSizes, Uses, no_sizes, pack_id
 from spool.errors import StorageError
 from spool.model.events import Annotated, Attached, StepCommitted
 from spool.model.refs import SegmentRef
@@ -125,7 +136,7 @@ class Catalog:
         end: int,
         items: Sequence[LogItem],
         sealed: bool = False,
-        shard_rows: ShardRows = no_sizes,
+        sizes: StreamSizes = no_sizes,
     ) -> bool:
         """Take in frames of one pack, all or none, in one transaction.
 
@@ -136,7 +147,8 @@ class Catalog:
             end: the offset known afterwards; -1 where the frames come from sealed records.
             items: the frames, in order, without a hole after those that are known.
             sealed: the pack is sealed, and known whole with these.
-            shard_rows: tells which packs the rows of the events lie in; see `spool.catalog.uses.ShardRows`.
+            sizes: tells which packs the rows of the events lie in, and what they take; see
+                `spool.catalog.uses.StreamSizes`.
 
         Returns:
             False, and nothing changed, where another process took them in first, or the pack was forgotten; ask
@@ -147,7 +159,7 @@ class Catalog:
             CapacityError: the disk is full.
             DamagedError: the file is damaged; see `reset`.
         """
-        ready, uses = prepare(items), Uses(stream, pack, shard_rows)
+        ready, uses = prepare(items), Uses(stream, pack, sizes)
         uses.ask(item.event for item in ready)
         with self._database.writing() as connection:
             found = connection.execute(query.LOG, (stream, pack)).fetchone()
@@ -165,16 +177,14 @@ class Catalog:
             connection.execute(query.SET_PACK, (log, int(sealed), at))
         return True
 
-    def ingest_pack(
-        self, stream: str, pack: int, payloads: Sequence[bytes], *, shard_rows: ShardRows = no_sizes
-    ) -> bool:
+    def ingest_pack(self, stream: str, pack: int, payloads: Sequence[bytes], *, sizes: StreamSizes = no_sizes) -> bool:
         """Take in a whole sealed pack, or what is not known of it yet; see `bulk` for many.
 
         Args:
             stream: the stream's name; of a file of facts ``facts-`` and its id, which is pack 0.
             pack: number of the pack.
             payloads: its events as they are in the commit log (msgpack), in order; messages may be left out.
-            shard_rows: as `ingest`.
+            sizes: as `ingest`.
 
         Returns:
             False, and nothing changed, where it is known whole or was forgotten.
@@ -188,7 +198,7 @@ class Catalog:
             if state.sealed:
                 return False
             items = decode_items(payloads, state.n_events, what=f"pack {pack} of stream {stream}")
-            if self.ingest(stream, pack, start=state.offset, end=-1, items=items, sealed=True, shard_rows=shard_rows):
+            if self.ingest(stream, pack, start=state.offset, end=-1, items=items, sealed=True, sizes=sizes):
                 return True
 
     @contextmanager
@@ -288,6 +298,46 @@ class Catalog:
         """
         ids = query.segment_ids(self._run, where, view)
         return (ref for page in _pages(ids) for ref in query.segment_refs(self._run, page))
+
+    def numbers(
+        self,
+        where: str | None,
+        order: Sequence[str],
+        *,
+        after: int = 0,
+        discarded: bool = True,
+        limit: int | None = None,
+    ) -> array[int]:
+        """Return the numbers of sessions that match, in an order; see `spool.catalog.listing.numbers_query`.
+
+        Raises:
+            InputError: the filter or the order does not parse.
+        """
+        sql, values = listing.numbers_query(where, order, after=after, discarded=discarded, limit=limit)
+        with self._database.reading() as connection:
+            return array("q", (number for (number,) in connection.execute(sql, values)))
+
+    def looks(self, numbers: Sequence[int]) -> list[SessionLook]:
+        """Return sessions by number, in the order given, as they are now; those that are gone are left out."""
+        return listing.session_looks(self._run, numbers)
+
+    def groups(self, where: str | None, order: Sequence[str], limit: int | None = None) -> list[GroupLook]:
+        """Return the groups of sessions that match, in an order; ties go by name.
+
+        Raises:
+            InputError: the filter or the order does not parse.
+        """
+        return listing.group_looks(self._run, where, order, limit)
+
+    def newest(self) -> int:
+        """Return the number of the session that arrived last; 0 where there is none."""
+        return listing.newest(self._run)
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """A value that changes whenever something was taken in, by whichever process."""
+        with self._database.reading() as connection:
+            return *self.epoch, connection.data_version(), connection.total_changes()
 
     def check_filter(self, where: str, of: Literal["sessions", "segments"]) -> None:
         """Check a filter expression and its names: each a column, or a late fact that something here has.

@@ -21,7 +21,7 @@ _QUERIES = {
     "logs": "SELECT stream, pack, n_events, sealed FROM logs",
     "sessions": f"SELECT {_OF_SESSION} FROM sessions",
     "events": "SELECT s.session_id, t.slot, t.kind, t.live, t.at, l.stream, l.pack, t.seq, t.inner, t.n_new, "
-    f"t.n_generated, t.n_nonfinite, t.event FROM events t {_LOG} {_SESSION}",
+    f"t.n_generated, t.n_nonfinite, t.parent, t.first_version, t.last_version, t.event FROM events t {_LOG} {_SESSION}",
     "segments": f"SELECT s.session_id, {_OF_SEGMENT} FROM segments t {_SESSION}",
     "facts": "SELECT s.session_id, t.key, t.target, t.value, t.packed, t.at, l.stream, l.pack, t.seq, t.inner "
     f"FROM facts t {_LOG} {_SESSION}",

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from spool.catalog.schema import DISCARD, FINAL, OPEN
 from spool.model.events import SessionFinalized, SessionOpened, Single, StepCommitted
-from spool.model.refs import SegmentRef
+from spool.model.refs import SegmentRef, VersionSpan, version_span
 
 encode = msgspec.msgpack.Encoder().encode
 decode_event: Callable[[bytes], Single] = msgspec.msgpack.Decoder(Single).decode
@@ -149,8 +149,14 @@ def sums(connection: apsw.Connection, sids: Sequence[int]) -> None:
     connection.executemany(_SUMS, [(sid, OPEN, DISCARD) for sid in sids])
 
 
+def versions(spans: Sequence[VersionSpan]) -> tuple[int | float | str | None, int | float | str | None]:
+    """Return the oldest and the newest weight version of some tokens as columns; None where there is none."""
+    first, last = version_span(spans) or (None, None)
+    return _version(first), _version(last)
+
+
 def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
-    first, last = ref.version_span or (None, None)
+    first, last = versions(ref.versions)
     return {
         "count": ref.count,
         "n_tokens": ref.n_tokens,
@@ -163,8 +169,8 @@ def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
         "n_nonfinite": ref.n_nonfinite,
         "cut_tokens": ref.cut_tokens,
         "superseded": ref.superseded,
-        "first_version": _version(first),
-        "last_version": _version(last),
+        "first_version": first,
+        "last_version": last,
     }
 
 

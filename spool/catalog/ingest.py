@@ -44,8 +44,9 @@ log = logging.getLogger("spool.catalog")
 _decode: Callable[[bytes], Event] = msgspec.msgpack.Decoder(Event).decode
 
 _ADD = """
-INSERT INTO events(sid, slot, kind, live, at, log, seq, inner, offset, n_new, n_generated, n_nonfinite, event)
-VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
+INSERT INTO events(sid, slot, kind, live, at, log, seq, inner, offset, n_new, n_generated, n_nonfinite,
+    parent, n_bytes, first_version, last_version, event)
+VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"""
 _ADD_OPENED = (
     f"INSERT INTO sessions(session_id, {', '.join(fold.OPENED)}) "
     f"VALUES({', '.join('?' * (len(fold.OPENED) + 1))}) RETURNING sid"
@@ -61,6 +62,7 @@ _KNOWN = "SELECT sid, contested FROM sessions WHERE session_id = ?"
 _SET_ENDED = "UPDATE sessions SET outcome = ?, view = ?, finished_at = ?, n_segments = ? WHERE sid = ?"
 
 _NO_COUNTS = (0, 0, 0)
+_NO_STEP = (None, 0, None, None)
 Owned = SessionOpened | StepCommitted | StepDiscarded | SessionFinalized | SessionDiscarded
 
 
@@ -211,7 +213,7 @@ class Ingest:
     def _step(self, item: Prepared, event: StepCommitted) -> None:
         sid, index = self._sid(event.session_id), event.index
         change = self._owned(sid, event)
-        self._uses.rows(sid, event.extents)
+        n_bytes = self._uses.rows(sid, event.extents)
         if event.units:
             self._units.update((self._log, sid, key) for key in own_keys(event.units))
         counts = (event.n_tokens - event.base, event.n_tokens - event.n_prompt, event.n_nonfinite)
@@ -219,7 +221,8 @@ class Ingest:
         if top is None:
             top = self._top(sid)
         fresh = index > top
-        self._waiting.append(self._row(sid, index, "step", int(fresh), item, event, counts))
+        facts = (event.parent, n_bytes, *fold.versions(event.versions))
+        self._waiting.append(self._row(sid, index, "step", int(fresh), item, event, counts, facts))
         if not fresh:
             self._settle(sid, index)
             return
@@ -317,8 +320,10 @@ class Ingest:
         item: Prepared,
         event: Owned | LateEvent,
         counts: tuple[int, int, int] = _NO_COUNTS,
+        facts: tuple[Any, ...] = _NO_STEP,
     ) -> tuple[Any, ...]:
-        return sid, slot, kind, live, event.at, self._log, item.seq, item.inner, item.offset, *counts, item.data
+        place = self._log, item.seq, item.inner, item.offset
+        return sid, slot, kind, live, event.at, *place, *counts, *facts, item.data
 
     def _add(self, sid: int, slot: int, kind: str, item: Prepared, event: Owned | LateEvent) -> None:
         """Store an event at once; what waits goes first where it may be of the same slot."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from spool.catalog.fold import decode_event, decode_ref
 from spool.catalog.rows import LogState, Place, Release, SessionRow, State, Totals, as_reward
-from spool.catalog.schema import GONE
+from spool.catalog.schema import EVICTED, GONE, SPILLED
 from spool.catalog.where import Columns, Filter, check_names, compile_where
 from spool.errors import InputError
 from spool.model.events import Attached
@@ -40,17 +40,43 @@ _SEGMENT_FACT = (
 )
 _RELEASED = "EXISTS(SELECT 1 FROM releases r WHERE r.sid = g.sid AND r.target = g.target)"
 
-_OWN_SESSION = (*_PLAIN, "state", "reward")
+_LIVE = "FROM events e WHERE e.sid = s.sid AND e.slot >= 0 AND e.live"
+
+
+def _version_of(column: str, pick: str, order: str) -> str:
+    """Return the SQL of a session's oldest or newest weight version: by number, else by first appearance."""
+    by_step = f"SELECT e.{column} {_LIVE} AND e.{column} IS NOT NULL ORDER BY e.slot {order} LIMIT 1"
+    return f"(SELECT iif(max(typeof(e.{column}) = 'text'), ({by_step}), {pick}(e.{column})) {_LIVE})"
+
+
+OF_STEPS = {
+    "n_branches": f"(SELECT count(*) - count(DISTINCT e.parent) {_LIVE})",
+    "stored_bytes": f"(SELECT ifnull(sum(e.n_bytes), 0) {_LIVE})",
+    "first_version": _version_of("first_version", "min", "ASC"),
+    "last_version": _version_of("last_version", "max", "DESC"),
+    "n_released": f"(SELECT count(*) FROM segments g WHERE g.sid = s.sid AND g.view = s.view AND {_RELEASED})",
+    "tier": (
+        "(SELECT CASE WHEN count(p.state) = 0 THEN NULL "
+        f"WHEN min(p.state) = {GONE} THEN 'gone' WHEN max(p.state) < {SPILLED} THEN 'hot' "
+        f"WHEN min(p.state) = {SPILLED} AND max(p.state) = {SPILLED} THEN 'both' "
+        f"WHEN min(p.state) = {EVICTED} AND max(p.state) = {EVICTED} THEN 'cold' ELSE 'mixed' END "
+        "FROM uses u JOIN packs p ON p.id = u.pack WHERE u.sid = s.sid AND u.data)"
+    ),
+}
+"""What is worked out from a session's steps, segments and packs whenever it is asked for."""
+
+_OWN_SESSION = (*_PLAIN, "state", "reward", *OF_STEPS)
 _OWN_SEGMENT = (*_SHARED, *_OF_SEGMENT, "index", "released", "reward")
 
 _TIMES = ("opened_at", "last_at", "finished_at")
 _NUMBERS = ("sample_index", "rollout_step", "attempt", "trim", "idle_s", "n_steps", "n_tokens", "n_generated",
             "n_segments", "n_nonfinite", "count", "n_rows", "response_start", "response_length", "trainable_tokens",
-            "cut_tokens", "superseded", "index", "released", "reward")  # fmt: skip
+            "cut_tokens", "superseded", "index", "released", "reward", "n_branches", "stored_bytes",
+            "n_released")  # fmt: skip
 _KINDS: dict[str, Literal["number", "time"]] = {**dict.fromkeys(_NUMBERS, "number"), **dict.fromkeys(_TIMES, "time")}
 
 SESSION = Columns(
-    {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'")},
+    {**{name: f"s.{name}" for name in _PLAIN}, "state": _STATE, "reward": _FACT.replace("?", "'reward'"), **OF_STEPS},
     _FACT,
     {name: "segments" for name in _OWN_SEGMENT if name not in _OWN_SESSION},
     _KINDS,
@@ -102,8 +128,8 @@ def session_ids(run: Execute, where: str | None, order: Sequence[str], limit: in
     Raises:
         InputError: the filter or the order does not parse.
     """
-    match = _filter(where, SESSION)
-    terms = [_order_term(term) for term in order]
+    match = session_filter(where)
+    terms = [order_term(term, SESSION.known) for term in order]
     sql = (
         f"SELECT s.sid FROM sessions s WHERE s.opened_at IS NOT NULL AND {match.sql} "
         f"ORDER BY {', '.join([*terms, 's.session_id'])} LIMIT ?"
@@ -111,15 +137,29 @@ def session_ids(run: Execute, where: str | None, order: Sequence[str], limit: in
     return [sid for (sid,) in run(sql, (*match.values, -1 if limit is None else limit))]
 
 
-def _order_term(term: str) -> str:
+def order_term(term: str, columns: Mapping[str, str]) -> str:
+    """Return the SQL of a name to order by.
+
+    Args:
+        term: the name, ``-`` in front for descending.
+        columns: SQL by name.
+
+    Raises:
+        InputError: there is no such column.
+    """
     name, descending = (term[1:], " DESC") if term.startswith("-") else (term, "")
-    column = SESSION.known.get(name)
+    column = columns.get(name)
     if column is None:
         raise InputError(
-            f"cannot order by {name!r}; columns: {', '.join(sorted(SESSION.known))}, with - in front for descending",
-            columns=sorted(SESSION.known),
+            f"cannot order by {name!r}; columns: {', '.join(sorted(columns))}, with - in front for descending",
+            columns=sorted(columns),
         )
     return column + descending
+
+
+def session_filter(where: str | None) -> Filter:
+    """Return a filter of sessions; of all where None."""
+    return _filter(where, SESSION)
 
 
 def _filter(where: str | None, columns: Columns) -> Filter:
@@ -144,10 +184,15 @@ def check_filter(run: Execute, where: str, columns: Columns) -> None:
 
 def session_rows(run: Execute, sids: Sequence[int]) -> list[SessionRow]:
     """Return sessions by number, in the order given; those whose opening is not known are left out."""
+    return list(rows_by_number(run, sids).values())
+
+
+def rows_by_number(run: Execute, sids: Sequence[int]) -> dict[int, SessionRow]:
+    """Return `session_rows` by number."""
     names = ", ".join(f"s.{name}" for name in _PLAIN)
     found = {
         row[0]: row[1:]
-        for row in _by_id(
+        for row in by_id(
             run,
             f"SELECT s.sid, {names}, {_STATE}, s.metadata FROM sessions s",
             "s.opened_at IS NOT NULL AND s.sid",
@@ -155,7 +200,7 @@ def session_rows(run: Execute, sids: Sequence[int]) -> list[SessionRow]:
         )
     }
     facts = _facts(run, sids)
-    return [_session(found[sid], facts.get((sid, ""), {})) for sid in sids if sid in found]
+    return {sid: _session(found[sid], facts.get((sid, ""), {})) for sid in sids if sid in found}
 
 
 def _session(row: tuple[Any, ...], facts: dict[str, Any]) -> SessionRow:
@@ -184,7 +229,7 @@ def segment_ids(run: Execute, where: str | None, view: str | None) -> list[int]:
 
 def segment_refs(run: Execute, ids: Sequence[int]) -> list[SegmentRef]:
     """Return segments by number, in the order given, with what became known later."""
-    found = {row[0]: row[1:] for row in _by_id(run, "SELECT g.id, g.sid, g.target, g.ref FROM segments g", "g.id", ids)}
+    found = {row[0]: row[1:] for row in by_id(run, "SELECT g.id, g.sid, g.target, g.ref FROM segments g", "g.id", ids)}
     sids = list({sid for sid, _, _ in found.values()})
     facts, attached = _facts(run, sids), _attached(run, sids)
     refs = []
@@ -212,14 +257,14 @@ def with_late(ref: SegmentRef, facts: dict[str, Any], attached: Iterable[Attache
 
 def _facts(run: Execute, sids: Sequence[int]) -> dict[tuple[int, str], dict[str, Any]]:
     merged: dict[tuple[int, str], dict[str, Any]] = {}
-    for sid, target, key, packed in _by_id(run, "SELECT sid, target, key, packed FROM facts", "sid", sids):
+    for sid, target, key, packed in by_id(run, "SELECT sid, target, key, packed FROM facts", "sid", sids):
         merged.setdefault((sid, target), {})[key] = msgspec.msgpack.decode(packed)
     return merged
 
 
 def _attached(run: Execute, sids: Sequence[int]) -> dict[tuple[int, str], list[Attached]]:
     found: dict[tuple[int, str], list[Attached]] = {}
-    for sid, target, data in _by_id(run, "SELECT sid, target, event FROM attachments", "sid", sids):
+    for sid, target, data in by_id(run, "SELECT sid, target, event FROM attachments", "sid", sids):
         event = decode_event(data)
         assert isinstance(event, Attached)
         found.setdefault((sid, target), []).append(event)
@@ -287,7 +332,8 @@ def totals(run: Execute, without: str) -> Totals:
     return Totals(**{name: int(n) for name, n in zip(Totals.__struct_fields__, counts, strict=True)})
 
 
-def _by_id(run: Execute, sql: str, column: str, ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+def by_id(run: Execute, sql: str, column: str, ids: Sequence[int]) -> Iterator[tuple[Any, ...]]:
+    """Yield what ``sql`` selects where a column is one of ``ids``, a page of them at a time."""
     for start in range(0, len(ids), PAGE):
         page = ids[start : start + PAGE]
         yield from run(f"{sql} WHERE {column} IN ({', '.join('?' * len(page))})", page)

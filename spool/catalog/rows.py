@@ -132,6 +132,58 @@ class SessionRow(Struct, frozen=True, kw_only=True, gc=False):
         return as_reward(self.facts.get("reward"))
 
 
+Tier = Literal["hot", "cold", "both", "mixed", "gone"]
+
+
+class SessionLook(SessionRow, frozen=True, kw_only=True, gc=False):
+    """A session with what is known of its steps, segments and packs at this moment.
+
+    Attributes:
+        number: order of arrival in this index; never used again.
+        n_branches: leaves of its tree of steps.
+        stored_bytes: what the rows that its steps add take in the hot tier; rows that a new chain shares count again.
+        first_version, last_version: oldest and newest weight version; numbers where they are decimal.
+        n_released: segments of ``view`` that are released, under whatever tag.
+        tier: which tiers hold the packs that have its rows: all are in the ``hot`` one, in the ``cold`` one, or in
+            ``both``, or it differs (``mixed``), or all are deleted (``gone``); None where it has none.
+    """
+
+    number: int
+    n_branches: int
+    stored_bytes: int
+    first_version: int | float | str | None
+    last_version: int | float | str | None
+    n_released: int
+    tier: Tier | None
+
+
+class GroupLook(Struct, frozen=True, kw_only=True, gc=False):
+    """The sessions of one group, withdrawn ones counted apart and left out of the rest.
+
+    Attributes:
+        group_id: the group; None for sessions without one.
+        n_sessions, n_final, n_discarded: how many there are, are finalised, were withdrawn.
+        n_rewards: sessions with a number as reward; the following are over these, None where there is none.
+        reward_min, reward_mean, reward_max, reward_std: their spread, the deviation that of the whole group.
+        n_steps, n_tokens: sums.
+        opened_at, last_at: first opening and last event, seconds since the epoch.
+    """
+
+    group_id: str | None
+    n_sessions: int
+    n_final: int
+    n_discarded: int
+    n_rewards: int
+    reward_min: float | None
+    reward_mean: float | None
+    reward_max: float | None
+    reward_std: float | None
+    n_steps: int
+    n_tokens: int
+    opened_at: float
+    last_at: float
+
+
 class PackRow(Struct, frozen=True, kw_only=True, gc=False):
     """A pack as the index knows it.
 

@@ -14,7 +14,7 @@ from spool.catalog.rows import PackState
 from spool.errors import IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
-VERSION = 4
+VERSION = 5
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
@@ -60,7 +60,8 @@ CREATE INDEX sessions_open ON sessions(last_at) WHERE finished_at IS NULL AND di
 CREATE TABLE events(
     id INTEGER PRIMARY KEY, sid INTEGER NOT NULL, slot INTEGER NOT NULL, kind TEXT NOT NULL, live INTEGER NOT NULL,
     at REAL, log INTEGER NOT NULL, seq INTEGER NOT NULL, inner INTEGER NOT NULL, offset INTEGER NOT NULL,
-    n_new INTEGER NOT NULL, n_generated INTEGER NOT NULL, n_nonfinite INTEGER NOT NULL, event BLOB NOT NULL);
+    n_new INTEGER NOT NULL, n_generated INTEGER NOT NULL, n_nonfinite INTEGER NOT NULL,
+    parent INTEGER, n_bytes INTEGER NOT NULL, first_version, last_version, event BLOB NOT NULL);
 CREATE INDEX events_of ON events(sid, slot);
 CREATE TABLE segments(
     id INTEGER PRIMARY KEY AUTOINCREMENT, sid INTEGER NOT NULL, view TEXT NOT NULL, idx INTEGER NOT NULL,

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 import apsw
 
 from spool.model.events import Attached, Single, StepCommitted
+from spool.model.fields import ArraySize
 from spool.model.refs import Extent
 
-ShardRows = Callable[[str], Mapping[str, int] | None]
-"""Returns R, the rows of a pack, of each stored array of a stream; None where there is no such stream. What cannot be
-told for now is raised: a pack whose rows are not known to be used could be deleted."""
+StreamSizes = Callable[[str], Mapping[str, ArraySize] | None]
+"""Returns the sizes of each stored array of a stream; None where there is no such stream. What cannot be told for now
+is raised: a pack whose rows are not known to be used could be deleted."""
 
 _ADD = """
 INSERT INTO uses(pack, sid, via, data) VALUES(?, ?, ?, ?) ON CONFLICT DO UPDATE SET data = max(data, excluded.data)"""
@@ -27,13 +28,13 @@ class Uses:
     Args:
         stream: the pack's stream.
         pack: its number.
-        shard_rows: of any stream.
+        sizes: of any stream.
     """
 
-    def __init__(self, stream: str, pack: int, shard_rows: ShardRows) -> None:
+    def __init__(self, stream: str, pack: int, sizes: StreamSizes) -> None:
         self._stream = stream
-        self._ask = shard_rows
-        self._known: dict[str, Mapping[str, int]] = {}
+        self._ask = sizes
+        self._known: dict[str, Mapping[str, ArraySize]] = {}
         self._pack = pack
         self._own: dict[str, tuple[int, int]] = {}
         self._here: dict[int, int] = {}
@@ -50,7 +51,7 @@ class Uses:
         }
         self._known.update({stream: self._ask(stream) or {} for stream in streams - self._known.keys()})
         sizes = self._known.get(self._stream, {})
-        self._own = {array: (self._pack * n, self._pack * n + n) for array, n in sizes.items()}
+        self._own = {array: (self._pack * n, self._pack * n + n) for array, (n, _) in sizes.items()}
 
     def event(self, sid: int, *, data: bool) -> None:
         """Note an event of a session; ``data``: it is more than a late fact."""
@@ -59,19 +60,23 @@ class Uses:
         else:
             self._here.setdefault(sid, 0)
 
-    def rows(self, sid: int, extents: Mapping[str, tuple[Extent, ...]]) -> None:
-        """Note rows that an event of a session names; most lie in the pack of the event."""
+    def rows(self, sid: int, extents: Mapping[str, tuple[Extent, ...]]) -> int:
+        """Note rows that an event of a session names; most lie in the pack of the event. Return their bytes."""
         stream, own = self._stream, self._own
+        n_bytes = 0
         for array, runs in extents.items():
             low, high = own.get(array, (0, 0))
             for run in runs:
                 if run.stream != stream or not low <= run.row < high:
                     self._far(sid, array, run)
+                size = self._known[run.stream].get(array)
+                n_bytes += run.n * size.row_bytes if size is not None else 0
+        return n_bytes
 
     def _far(self, sid: int, array: str, run: Extent) -> None:
-        n_rows = self._known[run.stream].get(array)
-        if n_rows and run.n:
-            self._elsewhere.add((run.stream, run.row // n_rows, sid))
+        size = self._known[run.stream].get(array)
+        if size is not None and run.n:
+            self._elsewhere.add((run.stream, run.row // size.shard_rows, sid))
 
     def write(self, connection: apsw.Connection, log: int) -> None:
         """Store what was noted; ``log`` is the number of the pack with the events."""

@@ -22,6 +22,7 @@ from spool.formats.shard import group_key, parse_group
 from spool.logs.feeder import Pack, Problem
 from spool.logs.packs import GoneMark, parse_tombstone
 from spool.model.events import Event
+from spool.model.fields import ArraySize, array_sizes
 from spool.stores.objects import ObjectInfo, Objects
 
 log = logging.getLogger("spool.logs")
@@ -145,7 +146,7 @@ class ColdFeeder:
         self._lock = threading.RLock()
         self._records_lock = threading.Lock()
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="spool-manifests")
-        self._layouts: dict[str, Mapping[str, int]] = {}
+        self._sizes: dict[str, Mapping[str, ArraySize]] = {}
         self._looked_at = 0.0
         self._identity: bytes | None = None
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
@@ -335,7 +336,7 @@ class ColdFeeder:
                 return
             packs = manifest.decode(data)
             for entry, _ in packs:
-                self.shard_rows(entry.stream)
+                self.sizes(entry.stream)
         except IntegrityError as error:
             self._report(info, error)
             return
@@ -370,11 +371,11 @@ class ColdFeeder:
 
     def _take_in_facts(self, key: str, payloads: Sequence[bytes], n_bytes: int) -> None:
         name = fact_stream(key)
-        if self._catalog.ingest_pack(name, 0, payloads, shard_rows=self.shard_rows):
+        if self._catalog.ingest_pack(name, 0, payloads, sizes=self.sizes):
             self._catalog.packs.mark(name, 0, "evicted", stored_bytes=n_bytes, sealed_at=time_of(key))
 
     def _take_in_pack(self, entry: PackEntry, events: Sequence[bytes]) -> None:
-        self._catalog.ingest_pack(entry.stream, entry.pack, events, shard_rows=self.shard_rows)
+        self._catalog.ingest_pack(entry.stream, entry.pack, events, sizes=self.sizes)
         if not self._is_local(entry.stream, entry.pack):
             self._catalog.packs.mark(
                 entry.stream,
@@ -445,18 +446,18 @@ class ColdFeeder:
                     entries.update({(entry.stream, entry.pack): entry for entry, _ in manifest.decode(data or b"")})
         return entries
 
-    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
-        """Return R of each array of a stream, or None where the cold root does not know the stream.
+    def sizes(self, stream: str) -> Mapping[str, ArraySize] | None:
+        """Return the sizes of each array of a stream, or None where the cold root does not know the stream.
 
         Raises:
             StorageError: the cold root cannot be reached.
         """
-        known = self._layouts.get(stream)
+        known = self._sizes.get(stream)
         if known is None:
             try:
                 key = group_key(stream)
-                found = parse_group(self.objects.get(key), f"{self.objects.url}/{key}")[1]
-                known = self._layouts[stream] = found.shard_rows
+                found = parse_group(self.objects.get(key), f"{self.objects.url}/{key}")
+                known = self._sizes[stream] = array_sizes(*found)
             except NotFoundError:
                 return None
         return known

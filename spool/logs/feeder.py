@@ -17,7 +17,7 @@ from spool.errors import IntegrityError, SpoolError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
 from spool.logs import events
-from spool.logs.packs import Cold, GoneMark, StreamSizes, list_packs, pack_bytes, read_cold, read_gone
+from spool.logs.packs import Cold, GoneMark, KnownSizes, list_packs, pack_bytes, read_cold, read_gone
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
 from spool.stores.local import map_os_error
@@ -93,14 +93,14 @@ class LogFeeder:
         cold: the cold root, for packs that are no longer in the hot one; None where there is none.
 
     Attributes:
-        shard_rows: returns R of each stored array of a stream of either root.
+        sizes: returns the sizes of each stored array of a stream of either root.
     """
 
     def __init__(self, root: str, catalog: Catalog, cold: Cold | None = None) -> None:
         self._root = root
         self._catalog = catalog
         self._cold = cold
-        self.shard_rows = StreamSizes(root, cold)
+        self.sizes = KnownSizes(root, cold)
         self._reset()
 
     def _reset(self) -> None:
@@ -370,9 +370,7 @@ class LogFeeder:
                 window *= 2
                 continue
             end = offset + frames.end
-            if not self._catalog.ingest(
-                name, pack, start=state.offset, end=end, items=items, shard_rows=self.shard_rows
-            ):
+            if not self._catalog.ingest(name, pack, start=state.offset, end=end, items=items, sizes=self.sizes):
                 return False
             state = known.states[pack] = LogState(end, state.n_events + len(items))
             if end >= size:
@@ -468,7 +466,7 @@ class LogFeeder:
             first += len(items)
             last = first >= len(payloads)
             taken = self._catalog.ingest(
-                name, pack, start=state.offset, end=-1, items=items, sealed=last, shard_rows=self.shard_rows
+                name, pack, start=state.offset, end=-1, items=items, sealed=last, sizes=self.sizes
             )
             if not taken:
                 return False

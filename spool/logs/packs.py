@@ -14,6 +14,7 @@ from spool.errors import IntegrityError, NotFoundError
 from spool.formats.manifest import PackEntry, entry_json, parse_entry
 from spool.formats.shard import parse_group
 from spool.logs.streams import disk_bytes, log_path, records_path
+from spool.model.fields import ArraySize, array_sizes
 from spool.stores.local import read_file, write_atomic
 
 log = logging.getLogger("spool.logs")
@@ -30,8 +31,8 @@ class Cold(Protocol):
         """Return the records file of a pack."""
         ...
 
-    def shard_rows(self, stream: str) -> Mapping[str, int] | None:
-        """Return R, the rows of a pack, of each stored array of a stream; None where there is no such stream."""
+    def sizes(self, stream: str) -> Mapping[str, ArraySize] | None:
+        """Return the sizes of each stored array of a stream; None where there is no such stream."""
         ...
 
 
@@ -156,8 +157,8 @@ def _folders(folder: str) -> list[str]:
         return [entry.name for entry in entries if entry.is_dir() and entry.name != "records"]
 
 
-class StreamSizes:
-    """Rows of a pack of each array of any stream; streams are frozen, so each is read once.
+class KnownSizes:
+    """Sizes of each stored array of any stream; streams are frozen, so each is read once.
 
     Args:
         root: the hot root.
@@ -167,9 +168,9 @@ class StreamSizes:
     def __init__(self, root: str, cold: Cold | None) -> None:
         self._root = root
         self._cold = cold
-        self._known: dict[str, Mapping[str, int]] = {}
+        self._known: dict[str, Mapping[str, ArraySize]] = {}
 
-    def __call__(self, stream: str) -> Mapping[str, int] | None:
+    def __call__(self, stream: str) -> Mapping[str, ArraySize] | None:
         """Return them by array; None where there is no such stream.
 
         Raises:
@@ -182,15 +183,15 @@ class StreamSizes:
                 self._known[stream] = known
         return known
 
-    def _read(self, stream: str) -> Mapping[str, int] | None:
+    def _read(self, stream: str) -> Mapping[str, ArraySize] | None:
         if "/" in stream or stream.startswith("."):
             return None
         path = f"{self._root}/streams/{stream}/zarr.json"
         try:
             with open(path, "rb") as file:
-                return parse_group(file.read())[1].shard_rows
+                return array_sizes(*parse_group(file.read()))
         except FileNotFoundError:
-            return self._cold.shard_rows(stream) if self._cold is not None else None
+            return self._cold.sizes(stream) if self._cold is not None else None
         except IntegrityError as error:
             log.warning("%s is damaged, so rows of other packs in this stream are not known: %s", path, error)
             return None

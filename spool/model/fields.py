@@ -6,7 +6,7 @@ import math
 import re
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import ml_dtypes
 import numpy as np
@@ -240,6 +240,18 @@ def layout(schema: Schema, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Layout:
         chunk[array.name] = _power_of_two(MAX_CHUNK_BYTES // width, MAX_CHUNK_ROWS)
         shard[array.name] = max(_power_of_two(max_shard_bytes // width, cap), chunk[array.name])
     return Layout(chunk, shard)
+
+
+class ArraySize(NamedTuple):
+    """R, the rows of a pack of a stored array, and the bytes of a row of it in the hot tier."""
+
+    shard_rows: int
+    row_bytes: int
+
+
+def array_sizes(schema: Schema, sizes: Layout) -> dict[str, ArraySize]:
+    """Return the sizes of each stored array of a stream, by name."""
+    return {array.name: ArraySize(sizes.shard_rows[array.name], array.row_bytes) for array in schema.arrays}
 
 
 def _power_of_two(limit: int, cap: int) -> int:

@@ -161,12 +161,7 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def version_span(self) -> tuple[str, str] | None:
         """Oldest and newest weight version: by number if all are numbers, else by first appearance."""
-        names = list(dict.fromkeys(span.version for span in self.versions))
-        if not names:
-            return None
-        if all(name.isdecimal() for name in names):
-            names.sort(key=int)
-        return names[0], names[-1]
+        return version_span(self.versions)
 
     def head(self, n_tokens: int, fields: Iterable[FieldSpec] = ()) -> Self:
         """Return the first ``n_tokens`` tokens, every field cut there; no payload is read.
@@ -312,6 +307,16 @@ def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
     if isinstance(ref, SegmentRef):
         changes["cut_tokens"] = ref.cut_tokens + ref.n_tokens - n_tokens
     return replace(ref, **changes)
+
+
+def version_span(spans: Iterable[VersionSpan]) -> tuple[str, str] | None:
+    """Return the oldest and the newest weight version; see `Ref.version_span`."""
+    names = list(dict.fromkeys(span.version for span in spans))
+    if not names:
+        return None
+    if all(name.isdecimal() for name in names):
+        names.sort(key=int)
+    return names[0], names[-1]
 
 
 def clipped(spans: Iterable[S], end: int) -> tuple[S, ...]:
