@@ -126,7 +126,7 @@ def test_only_the_window_is_read(sp, monkeypatch, vocabulary):
     monkeypatch.setattr(sp, "read", lambda ref, **options: asked.append(options["tokens"]) or read(ref, **options))
     tokens.rows(12, 15)
     tokens.experts(13)
-    assert asked == [slice(8, 15), slice(13, 14)]
+    assert asked == [slice(8, 15), slice(12, 14)]
 
 
 def test_edges_are_where_mask_or_version_changes(sp):
@@ -185,6 +185,8 @@ def test_experts_of_each_token(sp):
         found = tokens.experts(token)
         assert found.layers == (1, 2) and found.n_rows == 1 and not found.is_gap
         assert found.experts.tolist() == rows[token, [1, 2]].tolist()
+        before = rows[token - 1, [1, 2]].tolist() if token else [[], []]
+        assert found.kept.tolist() == [[e in before[n] for e in found.experts[n]] for n in (0, 1)]
     last = tokens.experts(21)
     assert last.experts is None and last.n_rows == 0 and not last.is_gap
 

@@ -61,12 +61,14 @@ class TokenExperts(Struct, frozen=True, eq=False):
     Attributes:
         layers: absolute numbers of the MoE layers [L].
         experts: [L, topk] of the token's first forward row, in the order they were sent; None where there are none.
+        kept: bool [L, topk]: which of them were chosen in the row before as well; none where that was never sent.
         n_rows: forward rows of the token; 0 for the last one, which no forward has.
         is_gap: they were never sent.
     """
 
     layers: tuple[int, ...]
     experts: NDArray[Any] | None
+    kept: NDArray[np.bool_] | None
     n_rows: int
     is_gap: bool
 
@@ -152,19 +154,24 @@ class Tokens:
         return found
 
     def experts(self, token: int) -> TokenExperts:
-        """Return the experts of one token; only its rows are read.
+        """Return the experts of one token; only its rows and that in front are read.
 
         Raises:
             ReleasedError, IntegrityError, StorageError: they cannot be read.
         """
         about = self._routing
         first = int(about.starts[token])
-        n_rows = min(int(about.starts[token + 1]), about.n_rows) - first
-        if not about.layers or n_rows < 1:
-            return TokenExperts(about.layers, None, max(n_rows, 0), is_gap=n_rows > 0)
-        if not about.kept(first, first + 1)[0]:
-            return TokenExperts(about.layers, None, n_rows, is_gap=True)
-        return TokenExperts(about.layers, about.read(slice(token, token + 1))[0].copy(), n_rows, is_gap=False)
+        n_rows = max(min(int(about.starts[token + 1]), about.n_rows) - first, 0)
+        if not about.layers or not n_rows or not about.kept(first, first + 1)[0]:
+            return TokenExperts(about.layers, None, None, n_rows, is_gap=n_rows > 0)
+        # a unit in front may have any number of rows
+        n_before = 1 if token and about.starts[token - 1] == first - 1 and about.kept(first - 1, first)[0] else 0
+        rows = about.read(slice(token - n_before, token + 1))
+        experts = rows[n_before].copy()
+        kept = np.zeros(experts.shape, np.bool_)
+        if n_before:
+            kept = (experts[:, :, np.newaxis] == rows[0][:, np.newaxis, :]).any(axis=2) & (experts >= 0)
+        return TokenExperts(about.layers, experts, kept, n_rows, is_gap=False)
 
     def values(self, token: int) -> dict[str, str]:
         """Return the user's fields at one token as text, each shortened.
