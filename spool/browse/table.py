@@ -117,6 +117,7 @@ class Table(Lines):
         if by < 0 or not self._fits(self._left):
             self._left = left
             self.refresh()
+            self.post_message(self.Moved(self))
 
     def on_heading(self, x: int) -> None:
         """Sort by the column whose heading is clicked."""

@@ -9,7 +9,7 @@ import unicodedata
 _PICTURE = "\u2600-\u27bf\U0001f000-\U0001faff"
 # a joiner inside of an emoji is part of it, anywhere else it hides
 _SUSPECT = re.compile(f"(?!(?<=[{_PICTURE}\ufe0f])\u200d[{_PICTURE}])[^\\x20-\\x7e]")
-_UNITS = {"": "K", "K": "M", "M": "G", "G": "T", "T": "P", "P": "E", "E": "?", "?": "?"}
+_UNITS = "KMGTPE"
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -75,8 +75,6 @@ def short(value: int) -> str:
     """Return a number in at most five characters: ``9,999``, ``12.3K``, ``4.56M``."""
     if value < 10_000:
         return count(value)
-    number = float(value)
-    unit = ""
-    while number >= 999.5 or not unit:
-        number, unit = number / 1000, _UNITS[unit]
-    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}{unit}"
+    power = min((len(str(value)) - 1) // 3, len(_UNITS))
+    number = value / 1000**power
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{_UNITS[power - 1]}"
