@@ -68,7 +68,8 @@ def heat_legend(*, plain: bool) -> list[Piece]:
 def side_legend(*, plain: bool) -> list[Piece]:
     """Return what the cells of `side` mean."""
     cells = [side(value, plain=plain) for value in (4, 2, 0.5, 0, -0.5, -2, -4)]
-    return [("more in A ", "dim"), *((text * 2, tone) for text, tone in cells), (" more in B", "dim")]
+    return [("more in A ", "dim"), *((text * 2, tone) for text, tone in cells), (" more in B", "dim"),
+            (", by 0.25, 1, 3 x mean", "dim")]  # fmt: skip
 
 
 def logprob_bar(logprob: float | None) -> Piece:

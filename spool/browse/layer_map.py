@@ -12,11 +12,11 @@ from spool.browse.heat import HEAT_CSS, HEAT_TONES, SIDE_TONES, heat, side
 from spool.browse.lines import Lines, Piece
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-_NUMBER_CELLS = 7
+_NUMBER_CELLS = 8
 
 
 class Map(NamedTuple):
@@ -41,6 +41,7 @@ class LayerMap(Lines):
     """The map; the cursor is on a layer, and on a bin of experts."""
 
     N_FIXED = 1
+    KEPT: ClassVar[frozenset[str]] = frozenset((*HEAT_TONES, *SIDE_TONES))
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"lines--{tone}" for tone in (*HEAT_TONES, *SIDE_TONES)}
     DEFAULT_CSS = HEAT_CSS
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -54,19 +55,20 @@ class LayerMap(Lines):
         super().__init__(id=id)
         self.empty = "reading"
         self._map: Map | None = None
-        self._order: Sequence[int] = ()
+        self._order: list[int] = []
         self._bin = 0
 
     def show(self, shown: Map | None) -> None:
         """Show a map, the cursor on the layer where it was."""
-        layer = self.layer
+        place = self.place
         self._map = shown
-        self._order = () if shown is None else _order(shown)
+        self._order = [] if shown is None else _order(shown)
+        kept = None if place is None or place not in self._order else self._order.index(place)
         self._bin = min(self._bin, max(self._n_bins - 1, 0))
-        self.count(len(self._order), cursor=self._order.index(layer) if layer in self._order else None)
+        self.count(len(self._order), cursor=kept)
 
     @property
-    def layer(self) -> int | None:
+    def place(self) -> int | None:
         """Place of the layer under the cursor among the map's layers."""
         return self._order[self.cursor] if self.cursor < len(self._order) else None
 
@@ -128,17 +130,19 @@ class LayerMap(Lines):
         make = side if shown.is_difference else heat
         for at, value in enumerate(self._binned(place)):
             text, tone = make(value, plain=self.is_plain)
-            yield ("┃" if number == self.cursor and at == self._bin else text), tone
+            yield ("┃", "strong") if number == self.cursor and at == self._bin else (text, tone)
 
-    def _binned(self, place: int) -> Sequence[float]:
+    def _binned(self, place: int) -> list[float]:
         """Return for each bin of a layer the value of its expert that is furthest from 0."""
         assert self._map is not None
         cells, edges = self._map.cells[place], self._edges
-        high = np.maximum.reduceat(cells, edges[:-1]) if len(edges) > 1 else cells[:0]
-        if not self._map.is_difference:
-            return high.tolist()
-        low = np.minimum.reduceat(cells, edges[:-1]) if len(edges) > 1 else cells[:0]
-        return np.where(high > -low, high, low).tolist()
+        if len(edges) < 2:
+            return []
+        values = np.maximum.reduceat(cells, edges[:-1])
+        if self._map.is_difference:
+            low = np.minimum.reduceat(cells, edges[:-1])
+            values = np.where(values > -low, values, low)
+        return list(map(float, values))
 
     @property
     def _left(self) -> int:
@@ -148,7 +152,8 @@ class LayerMap(Lines):
     def _n_bins(self) -> int:
         if self._map is None:
             return 0
-        return max(min(self.scrollable_content_region.width - self._left, self._map.cells.shape[1]), 1)
+        n_experts: int = self._map.cells.shape[1]
+        return max(min(self.scrollable_content_region.width - self._left, n_experts), 1)
 
     @property
     def _edges(self) -> list[int]:

@@ -42,7 +42,6 @@ class SegmentScreen(SpoolScreen):
         Binding("p", "edge(-1)", "previous"),
         Binding("colon", "ask_token", "go to", key_display=":"),
         Binding("r", "routing", "routing"),
-        Binding("b", "storage", "storage"),
     ]
 
     def __init__(self, ref: SegmentRef | StepRef) -> None:
@@ -166,10 +165,6 @@ class SegmentScreen(SpoolScreen):
     def action_routing(self) -> None:
         """Show the routing of the segment."""
         self.browser.open_routing(self.ref)
-
-    def action_storage(self) -> None:
-        """Show where the segment's bytes are."""
-        self.browser.open_storage(self.refer())
 
 
 def parse_token(text: str, ref: SegmentRef | StepRef) -> int | None:
