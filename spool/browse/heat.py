@@ -61,8 +61,9 @@ def heat_legend(*, plain: bool) -> list[Piece]:
     pieces: list[Piece] = [heat(0, plain=plain), (" never ", "dim")]
     for low, label in zip((0.1, *_STEPS), ("", *(f"{step:g}" for step in _STEPS)), strict=True):
         text, tone = heat(low, plain=plain)
-        pieces += [(f"{label}" if label else "", "dim"), (text * 2, tone)]
-    return [*pieces, (" x mean", "dim")]
+        # a colour stands between its bounds, a sign before its lower one
+        pieces += [(text, tone), (f" {label or 'less'}  ", "dim")] if plain else [(label, "dim"), (text * 2, tone)]
+    return [*pieces, (" x mean, of the bin's busiest", "dim")]
 
 
 def side_legend(*, plain: bool) -> list[Piece]:

@@ -310,7 +310,7 @@ def _lines(known: Known, summary: RoutingSummary, place: int, experts: tuple[int
     yield f"busiest {_busiest(summary, place)}"
     unused = int(np.count_nonzero(summary.load[place] == 0))
     yield (
-        f"busiest {summary.imbalance[place]:.2f} x mean, entropy {summary.entropy[place]:.3f}, {count(unused)} of "
+        f"imbalance {summary.imbalance[place]:.2f}, entropy {summary.entropy[place]:.3f}, {count(unused)} of "
         f"{count(summary.num_experts)} never used, overlap {summary.overlap[place]:.3f}"
     )
 

@@ -36,7 +36,9 @@ class SegmentScreen(SpoolScreen):
     TITLE = "tokens"
     DEFAULT_CSS = """
     SegmentScreen #tokens { width: 1fr; }
+    SegmentScreen.-narrow TokenPane { display: none; }
     """
+    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (60, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("n", "edge(1)", "next edge"),
         Binding("p", "edge(-1)", "previous"),

@@ -41,7 +41,8 @@ class TokenPane(VerticalScroll):
     """The pane; it scrolls where there are more layers than lines."""
 
     DEFAULT_CSS = """
-    TokenPane { width: 42; height: 1fr; padding: 0 1; border-left: solid $panel; scrollbar-size-vertical: 1; }
+    TokenPane { width: 42; max-width: 54%; height: 1fr; padding: 0 1; }
+    TokenPane { border-left: solid $panel; scrollbar-size-vertical: 1; }
     TokenPane:focus { border-left: solid $primary; }
     TokenPane Static { height: auto; text-wrap: nowrap; }
     """
