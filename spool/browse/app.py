@@ -39,12 +39,12 @@ class Browser(App[BaseException]):
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("b", "storage", "storage"),
+        Binding("b", "storage", "bytes"),
         Binding("y", "copy", "copy"),
         Binding("e", "export", "export"),
         Binding("question_mark", "help", "help", key_display="?"),
-        Binding("q", "leave", "leave"),
-        Binding("escape", "leave", "leave", show=False),
+        Binding("q", "leave", "back"),
+        Binding("escape", "leave", "back", show=False),
         Binding("tab", "app.focus_next", "the next part", show=False),
         Binding("shift+tab", "app.focus_previous", "the part before", show=False),
     ]
@@ -152,11 +152,10 @@ class Browser(App[BaseException]):
 
     def action_help(self) -> None:
         """Show the keys of the screen in front."""
-        from spool.browse.help import HelpScreen
+        from spool.browse.help import HelpScreen, bindings_of
 
         if self.front is not None:
-            bindings = [active.binding for active in self.front.active_bindings.values()]
-            self.push_screen(HelpScreen("Keys", bindings))
+            self.push_screen(HelpScreen("Keys", bindings_of(self.front.focused or self.front)))
 
     def action_storage(self) -> None:
         """Show where the bytes of the thing under the cursor are."""

@@ -199,7 +199,8 @@ class ConversationView(Lines):
         if self._folds(number) and number not in self._open:
             yield _Row(number, self._folded(block, tone, is_first))
             return
-        yield _Row(number, self._heading(block, tone, is_first, "▾ " if self._folds(number) else ""))
+        if is_first or block.kind != "text":
+            yield _Row(number, self._heading(block, tone, is_first, "▾ " if self._folds(number) else ""))
         text = spelled(block)
         limit = self._limits.get(number, PAGE_ROWS)
         made, at = wrapped(text, 0, self._width - 2, limit)
@@ -207,15 +208,13 @@ class ConversationView(Lines):
         for row in made:
             yield _Row(number, (("  ", ""), (row, shade)))
         if at < len(text):
-            left = f"{n_lines(text, at):,} lines, {short(len(text) - at)} characters"
-            yield _Row(number, ((f"  ▼ {left} more: enter shows them", "accent"),), "more")
+            left = f"{short(n_lines(text, at))} more lines, {short(len(text) - at)} characters"
+            yield _Row(number, ((f"  ▼ {left}", "accent"),), "more")
 
     def _heading(self, block: Block, tone: str, is_first: bool, sign: str) -> tuple[Piece, ...]:
-        role = (one_line(block.role[:40]) or "?") if is_first else " " * 2
-        label = _LABELS[block.kind]
-        name = one_line(block.name[:80])
-        said = " ".join(part for part in (label, name) if part)
-        return ((f"{sign}{role}", tone), (f" {said}" if said else "", "dim"))
+        role = (one_line(block.role[:40]) or "?") if is_first else ""
+        said = " ".join(part for part in (_LABELS[block.kind], one_line(block.name[:80])) if part)
+        return ((f"{sign}{role}", tone), (f"{' ' if role else ''}{said}", "dim"))
 
     def _folded(self, block: Block, tone: str, is_first: bool) -> tuple[Piece, ...]:
         preview = one_line(" ".join(block.text[:PREVIEW].split()))

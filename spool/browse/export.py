@@ -35,8 +35,12 @@ class ExportScreen(ModalScreen[tuple[str, Form] | None]):
     ExportScreen Static { height: auto; }
     ExportScreen .title { text-style: bold; }
     ExportScreen .hint { color: $text-muted; }
-    ExportScreen RadioSet { border: none; background: $surface; height: auto; layout: horizontal; }
-    ExportScreen Input { border: none; height: 1; padding: 0; margin: 1 0; background: $panel; }
+    ExportScreen RadioSet, ExportScreen RadioSet:focus {
+        border: none; background: $surface; height: auto; layout: horizontal;
+    }
+    ExportScreen Input, ExportScreen Input:focus {
+        border: none; height: 1; padding: 0 1; margin: 1 0; background: $panel;
+    }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss", "leave")]
 
@@ -53,9 +57,7 @@ class ExportScreen(ModalScreen[tuple[str, Form] | None]):
             with RadioSet():
                 yield RadioButton("Parquet, a row a segment", value=True)
                 yield RadioButton("a spool, whole sessions")
-            yield Static(
-                Content("enter exports, tab goes to the form, escape leaves. Nothing is overwritten."), classes="hint"
-            )
+            yield Static(Content("enter exports, tab: the form, escape leaves; nothing is overwritten"), classes="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Return what was chosen."""

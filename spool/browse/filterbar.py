@@ -30,7 +30,7 @@ class FilterBar(Vertical):
     DEFAULT_CSS = """
     FilterBar { height: auto; display: none; background: $panel; }
     FilterBar.open { display: block; }
-    FilterBar Input { border: none; height: 1; padding: 0 1; background: $panel; }
+    FilterBar Input, FilterBar Input:focus { border: none; height: 1; padding: 0 1; background: $panel; }
     FilterBar Static { height: auto; padding: 0 1; color: $text-muted; }
     FilterBar Static.failed { color: $text-error; }
     """

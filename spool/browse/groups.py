@@ -84,7 +84,7 @@ class GroupsScreen(SpoolScreen):
         table.put(0, groups)
         first = 0 if table.first == 0 and table.cursor + shift < table.room else table.first + shift
         table.count(len(groups), cursor=table.cursor + shift, first=first)
-        paused = "  ·  paused" if self._paused else ""
+        paused = " · paused" if self._paused else ""
         self.headline(f"{self.browser.place}  groups: {len(groups):,}{paused}")
 
     def on_lines_chosen(self) -> None:

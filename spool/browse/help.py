@@ -11,9 +11,10 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from textual.app import ComposeResult
+    from textual.dom import DOMNode
 
 _NAMES = {"slash": "/", "question_mark": "?", "pageup": "page up", "pagedown": "page down", "up": "↑", "down": "↓",
           "left": "←", "right": "→", "comma": ",", "full_stop": ".", "left_square_bracket": "[",
@@ -70,3 +71,12 @@ class HelpScreen(ModalScreen[None]):
 def shown_key(key: str) -> str:
     """Return a key as it is on a keyboard."""
     return _NAMES.get(key, key.replace("ctrl+", "^"))
+
+
+def bindings_of(node: DOMNode | None) -> Iterator[Binding]:
+    """Yield the bindings that the browser has for a widget and for what it is in, from the inside."""
+    while node is not None:
+        for kind in type(node).__mro__:
+            if kind.__module__.startswith("spool."):
+                yield from Binding.make_bindings(vars(kind).get("BINDINGS", ()))
+        node = node.parent

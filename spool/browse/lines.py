@@ -53,7 +53,7 @@ class Lines(ScrollView, can_focus=True):
     Lines > .lines--warn { color: $text-warning; }
     Lines > .lines--accent { color: $text-accent; }
     Lines > .lines--heading { text-style: bold; background: $panel; }
-    Lines > .lines--system { color: $text-secondary; text-style: bold; }
+    Lines > .lines--system { color: $text-muted; text-style: bold underline; }
     Lines > .lines--user { color: $text-success; text-style: bold; }
     Lines > .lines--assistant { color: $text-primary; text-style: bold; }
     Lines > .lines--tool { color: $text-warning; text-style: bold; }
@@ -71,7 +71,7 @@ class Lines(ScrollView, can_focus=True):
         Binding("ctrl+d", "page(0.5)", "half a page down", show=False),
         Binding("home", "jump(0)", "first", show=False),
         Binding("end,G", "jump(-1)", "last", show=False),
-        Binding("enter", "choose", "open", show=False),
+        Binding("enter", "choose", "open"),
     ]
 
     cursor: reactive[int] = reactive(0, repaint=False)

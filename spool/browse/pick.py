@@ -27,9 +27,11 @@ class PickScreen(ModalScreen[str | None]):
 
     DEFAULT_CSS = """
     PickScreen { align: center middle; }
-    PickScreen > Vertical { width: 48; height: auto; max-height: 90%; border: round $primary; background: $surface; }
+    PickScreen > Vertical { width: 44; height: auto; max-height: 90%; border: round $primary; background: $surface; }
     PickScreen Static { padding: 0 1; text-style: bold; }
-    PickScreen OptionList { height: auto; max-height: 100%; border: none; background: $surface; }
+    PickScreen OptionList, PickScreen OptionList:focus {
+        height: auto; max-height: 100%; border: none; padding: 0; background: $surface; scrollbar-size-vertical: 1;
+    }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q", "dismiss", "leave"),

@@ -77,7 +77,7 @@ class SpoolScreen(Screen[None]):
         yield Static(Content(), id="heading")
         yield from self.content()
         yield Static(Content(), id="status")
-        yield Footer(show_command_palette=False)
+        yield Footer(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
         """Yield the widgets between heading and status."""

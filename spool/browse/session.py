@@ -45,9 +45,8 @@ class SessionScreen(SpoolScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("v", "view", "view"),
-        Binding("enter", "tokens", "tokens"),
         Binding("r", "routing", "routing"),
-        Binding("m", "remember", "compare", show=False),
+        Binding("m", "remember", "keep for a comparison of routing", show=False),
     ]
 
     def __init__(self, session_id: str) -> None:
@@ -138,7 +137,7 @@ class SessionScreen(SpoolScreen):
             f"{ago(time.time() - row.last_at)} ago",
         ]
         parts += [f"group {row.group_id[:40]}"] if row.group_id is not None else []
-        self.headline("  ·  ".join(parts))
+        self.headline(" · ".join(parts))
 
     def _speak(self) -> None:
         """Fetch the messages of the step under the cursor, once it rests there."""
@@ -188,10 +187,6 @@ class SessionScreen(SpoolScreen):
     def on_lines_chosen(self, message: Lines.Chosen) -> None:
         """Show the tokens of the step or segment."""
         message.stop()
-        self.action_tokens()
-
-    def action_tokens(self) -> None:
-        """Show the tokens of the step or segment under the cursor."""
         if (name := self.refer()) is not None:
             spool = self.spool
             self.ask("reference", lambda: find(spool, name)[0], self.browser.open_segment)

@@ -48,7 +48,7 @@ class SessionsScreen(SpoolScreen):
     def __init__(self, where: str | None = None, name: str = "sessions") -> None:
         super().__init__()
         self._base, self._called = where, name
-        self._typed = Typed(None, "")
+        self._typed = self._applied = Typed(None, "")
         self._order = NEWEST
         self._listing: Listing | None = None
         self._paused = False
@@ -73,13 +73,14 @@ class SessionsScreen(SpoolScreen):
     # -- what is listed ----------------------------------------------------------------------------------------------
 
     def _list(self) -> None:
-        parts = [f"({part})" for part in (self._base, self._typed.where) if part]
-        where = " and ".join(parts) or None
+        base, typed = self._base, self._typed
+        where = f"({base}) and ({typed.where})" if base and typed.where else typed.where or base
         order, spool = self._order, self.spool
-        self.ask("list", lambda: spool.listing(where, order=(order,)), self._listed, self._refused)
+        then = partial(self._listed, typed)
+        self.ask("list", lambda: spool.listing(where, order=(order,)), then, self._refused)
 
-    def _listed(self, listing: Listing) -> None:
-        self._listing = listing
+    def _listed(self, typed: Typed, listing: Listing) -> None:
+        self._listing, self._applied = listing, typed
         self.query_one(FilterBar).explain("")
         self.table.order = (self._order,)
         self.table.put(0, [])
@@ -116,21 +117,21 @@ class SessionsScreen(SpoolScreen):
         if table.first == 0 and 0 <= cursor < table.room:
             first = 0
         table.put(sight.start, sight.rows)
-        table.empty = "no session matches" if self._typed.where else "no sessions yet: they appear here as they come"
+        table.empty = "no session matches" if self._applied.where else "no sessions yet: they appear here as they come"
         table.count(sight.n_rows, cursor=cursor, first=first)
         self._describe()
 
     def _describe(self) -> None:
         parts = [f"{self._called}: {self.table.n_rows:,}"]
-        if self._typed.where:
-            parts.append(f"{self._typed.kind} filter")
+        if self._applied.where:
+            parts.append(f"{self._applied.kind} filter")
         if self.table.marks:
             parts.append(f"{len(self.table.marks)} marked")
         if self._paused:
             parts.append("paused")
         if sum(hidden := self.table.hidden):
-            parts.append(f"columns: {'← ' if hidden[0] else ''}{sum(hidden)} more{' →' if hidden[1] else ''}")
-        self.headline(f"{self.browser.place}  {'  ·  '.join(parts)}")
+            parts.append(f"{'← ' if hidden[0] else ''}{sum(hidden)} columns{' →' if hidden[1] else ''}")
+        self.headline(f"{self.browser.place}  {' · '.join(parts)}")
 
     def on_table_wanted(self) -> None:
         """Fetch rows that came into sight."""

@@ -125,7 +125,7 @@ def _heading(text: str) -> Row:
 
 
 def _fact(name: str, value: str, tone: str = "") -> Row:
-    return ((f"  {name:<16}", "dim"), (value, tone))
+    return ((f"  {name:<18}", "dim"), (value, tone))
 
 
 def status_rows(found: Status) -> Iterator[Row]:
@@ -163,7 +163,7 @@ def _room(hot: HotTier) -> Iterator[Row]:
     tone = "bad" if hot.high_bytes is not None and taken > hot.high_bytes else "bar"
     bar = "█" * filled + "░" * (BAR_CELLS - filled)
     text = f" {format_size(taken)} reserved of {format_size(hot.limit_bytes)}, {100 * share:.0f}%"
-    yield ((f"  {'room':<16}", "dim"), (bar, tone), (text, ""))
+    yield ((f"  {'room':<18}", "dim"), (bar, tone), (text, ""))
     yield _fact("on disk", format_size(hot.used_bytes))
     if hot.high_bytes is not None and hot.low_bytes is not None:
         yield _fact("eviction", f"above {format_size(hot.high_bytes)}, down to {format_size(hot.low_bytes)}")
@@ -188,7 +188,7 @@ def _waiting(found: Status) -> Iterator[Row]:
 
 def _spiller(spiller: SpillerStatus) -> Iterator[Row]:
     known = "" if spiller.pid is None else f", pid {spiller.pid}"
-    said = "" if spiller.at is None else f", said so {ago(time.time() - spiller.at)} ago"
+    said = "" if spiller.at is None else f", last heard of {ago(time.time() - spiller.at)} ago"
     yield _fact("spiller", f"{'runs' if spiller.running else 'does not run'}{known}{said}")
     if spiller.at is None:
         return

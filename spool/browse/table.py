@@ -142,10 +142,12 @@ class Table(Lines):
             self._want()
             yield "…", "dim"
             return
+        mark = "✓" if self.identity(held) in self.marks else " "
         for column in self._shown():
             cell = column.cell(held)
             yield self._fit(column, cell), cell[1]
-            yield " ", ""
+            yield mark, "accent"
+            mark = " "
 
     def is_marked(self, number: int) -> bool:
         """Whether a row is among the marked ones."""

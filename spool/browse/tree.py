@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from spool.look.session import SegmentLook
     from spool.look.tree import TreeRow
 
+MOST_LEAD = 16
+"""Cells for where a step hangs and its number; what hangs deeper moves the rest to the right."""
+
 _FINISH = {"length": "warn", "abort": "bad", "error": "bad"}
 
 
@@ -32,11 +35,13 @@ class TreeView(Lines):
         self.rows: Sequence[TreeRow] = ()
         self.segment: int | None = None
         self._places: dict[int, int] = {}
+        self._lead = 6
 
     def show(self, rows: Sequence[TreeRow], step: int | None) -> None:
         """Show a tree, with the cursor on a step, as far as there is that one."""
         self.rows = rows
         self._places = {row.step.index: place for place, row in enumerate(rows)}
+        self._lead = min(max((len(_lead(row)) for row in rows), default=0), MOST_LEAD)
         self.count(len(rows), cursor=None if step is None else self._places.get(step))
 
     @property
@@ -66,7 +71,7 @@ class TreeView(Lines):
 
     def fixed(self, number: int) -> Iterable[Piece]:  # noqa: ARG002
         """Return what the columns are."""
-        return (("  STEP  +PROMPT →RESPONSE  VERSION FINISH", ""),)
+        return ((f" {'STEP':<{self._lead}}  +NEW  →GEN VER FINISH", ""),)
 
     def row(self, number: int) -> Iterable[Piece]:
         """Return a step: where it hangs, what it is, what it adds, its versions and how it ended."""
@@ -76,14 +81,15 @@ class TreeView(Lines):
         tone = "bad" if row.superseded else "dim" if unused else "accent" if row.kind == "start" else ""
         yield ("▌" if self.segment in row.segments else " "), "accent"
         yield rails(row), "dim"
-        yield f"{glyph(row)} {step.index:<4}", tone
-        yield f" +{short(step.n_prompt if step.parent is None else step.n_new)}", "dim" if unused else "user"
-        yield f" →{short(step.n_response)}", "dim" if unused else "assistant"
+        yield _lead(row)[len(rails(row)) :], tone
+        yield " " * (self._lead - len(_lead(row))), ""
+        yield f"{'+' + short(step.n_new):>6}", "dim" if unused else "user"
+        yield f"{'→' + short(step.n_response):>6}", "dim" if unused else "assistant"
         if step.versions:
-            yield f"  v{one_line('..'.join(dict.fromkeys((step.versions[0][:20], step.versions[-1][:20]))))}", "dim"
+            yield f" v{one_line('..'.join(dict.fromkeys((step.versions[0][:20], step.versions[-1][:20]))))}", "dim"
+        yield from self._notes(row)
         if step.finish_reason:
             yield f" {one_line(step.finish_reason[:20])}", _FINISH.get(step.finish_reason, "dim")
-        yield from self._notes(row)
 
     def _notes(self, row: TreeRow) -> Iterable[Piece]:
         if row.superseded:
@@ -96,10 +102,14 @@ class TreeView(Lines):
             yield f" {short(row.step.n_nonfinite)} nan", "warn"
 
 
+def _lead(row: TreeRow) -> str:
+    return f"{rails(row)}{glyph(row)} {row.step.index}"
+
+
 class SegmentList(Lines):
     """The segments that a view makes."""
 
-    N_FIXED = 1
+    N_FIXED = 2
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -117,17 +127,17 @@ class SegmentList(Lines):
         """The segment under the cursor."""
         return self.segments[self.cursor] if self.segments else None
 
-    def fixed(self, number: int) -> Iterable[Piece]:  # noqa: ARG002
-        """Return which view it is."""
-        return ((self.title, ""),)
+    def fixed(self, number: int) -> Iterable[Piece]:
+        """Return which view it is, and what the columns are."""
+        return ((f" {self.title}" if number == 0 else "  # TOKENS TRAIN STEPS VER FINISH", ""),)
 
     def row(self, number: int) -> Iterable[Piece]:
         """Return a segment: its length, what is trained of it, versions, how it ended, what was cut."""
         segment = self.segments[number]
         yield f"{segment.index:>3} ", "strong"
-        yield f"{short(segment.n_tokens)} tok", ""
-        yield f" {short(segment.n_trained)} trained", "user" if segment.n_trained else "dim"
-        yield f" {segment.n_steps} st", "dim"
+        yield f"{short(segment.n_tokens):>6}", ""
+        yield f"{short(segment.n_trained):>6}", "user" if segment.n_trained else "dim"
+        yield f"{short(segment.n_steps):>6}", "dim"
         if segment.versions is not None:
             yield f" v{one_line('..'.join(dict.fromkeys(name[:20] for name in segment.versions)))}", "dim"
         if segment.finish_reason:
