@@ -189,6 +189,13 @@ def test_a_long_gap_is_not_read(sp, monkeypatch, small_windows):
     assert asked == [slice(998, 1001)]
 
 
+def test_the_last_that_is_told_is_all_of_it(sp):
+    never = sp.session(experts=WIDE).append(prompt_token_ids=counting(50), response_token_ids=[1])
+    known = ((never, [0, 50]), (whole(sp, drawn(5, WIDE), WIDE), [0, 5]), (whole(sp, drawn(0, WIDE), WIDE), [0]))
+    for ref, told in known:
+        assert [done for _, done, _ in RoutingSummary.reading(sp, ref)] == told
+
+
 # -- two references -------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,10 @@ EXPECTED = (SpoolError, OSError)
 """Failures that are the spool's, or its disk's: a line for whoever looks. Any other is a fault of the browser."""
 
 
+def _kind(error: BaseException) -> str:
+    return str(getattr(error, "kind", "storage" if isinstance(error, OSError) else f"fault, {type(error).__name__}"))
+
+
 class _Question(NamedTuple):
     key: str
     then: Callable[[Any], None]
@@ -73,7 +77,7 @@ class SpoolScreen(Screen[None]):
         yield Static(Content(), id="heading")
         yield from self.content()
         yield Static(Content(), id="status")
-        yield Footer(show_command_palette=False)
+        yield Footer(show_command_palette=False, compact=True)
 
     def content(self) -> ComposeResult:
         """Yield the widgets between heading and status."""
@@ -112,19 +116,19 @@ class SpoolScreen(Screen[None]):
             return
         if error is None:
             question.then(message.value)
-        elif isinstance(error, EXPECTED):
-            self.fail(error)
-            if question.failed is not None:
-                question.failed(error)
-        else:
-            raise error
+            return
+        if not isinstance(error, EXPECTED):
+            self.browser.faults.append(error)
+        self.fail(error)
+        if question.failed is not None:
+            question.failed(error)
 
     @property
     def is_busy(self) -> bool:
         """Whether an answer is still awaited."""
         return self._asking.is_busy
 
-    def name(self, text: str) -> None:
+    def headline(self, text: str) -> None:
         """Say in the heading what the screen shows."""
         self._line("#heading", text)
 
@@ -134,7 +138,7 @@ class SpoolScreen(Screen[None]):
 
     def fail(self, error: BaseException | str) -> None:
         """Say in the status line what went wrong; of an error its kind and its first line."""
-        kind = "" if isinstance(error, str) else f"{getattr(error, 'kind', 'storage')}: "
+        kind = "" if isinstance(error, str) else f"{_kind(error)}: "
         self._line("#status", f"{kind}{str(error).partition(chr(10))[0]}").add_class("failed")
 
     def _line(self, selector: str, text: str) -> Static:
@@ -149,3 +153,8 @@ class SpoolScreen(Screen[None]):
         exported, and whose bytes the screen of storage shows.
         """
         return None
+
+    def selected(self) -> list[str]:
+        """Return the references of all that is to be exported: what is marked, or else the thing under the cursor."""
+        found = self.refer()
+        return [] if found is None else [found]

@@ -133,7 +133,8 @@ def _lists(part: str, a: Sequence[Struct], b: Sequence[Struct]) -> Iterator[Diff
             some = one if one is not None else other
             assert some is not None
             facts = structs.asdict(some)
-            place = {"index": number, **{name: facts[name] for name in ("start", "position") if name in facts}}
+            place: dict[str, Any] = {"index": number}
+            place |= {name: facts[name] for name in ("start", "position") if name in facts}
             shown = [None if item is None else structs.asdict(item) for item in (one, other)]
             yield Difference(part=part, what="entry", place=place, a=shown[0], b=shown[1])
             return

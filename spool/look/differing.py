@@ -202,7 +202,7 @@ def _window_tokens(spec: FieldSpec) -> int:
     if spec.ragged:
         return _RAGGED_ROWS
     # what is read is narrow or, where dtypes differ, as wide as a trainer's
-    return max(WINDOW_BYTES // max(4 * math.prod(_shape(spec)), 1), 1)
+    return max(WINDOW_BYTES // max(4 * int(math.prod(_shape(spec))), 1), 1)
 
 
 def _first_row(ref: Ref, spec: FieldSpec, token: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
 from spool.catalog.news import News
@@ -44,9 +43,7 @@ def _as_it_is(row: SessionRow) -> News:
     return News(what="opened", at=row.opened_at, row=row, reward=row.reward)
 
 
-def follow(
-    sp: Spool, mark: int, where: str | None = None, *, wait: Callable[[float], bool] = lambda s: bool(time.sleep(s))
-) -> Iterator[News]:
+def follow(sp: Spool, mark: int, where: str | None, *, wait: Callable[[float], bool]) -> Iterator[News]:
     """Yield what happens behind a mark, as it becomes known; go on until ``wait`` says that nobody listens any more.
 
     A root that cannot be read is logged once, and asked again.

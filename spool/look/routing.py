@@ -90,10 +90,14 @@ class RoutingSummary(Struct, frozen=True, eq=False, kw_only=True):
         first, stop, _ = (rows or slice(None)).indices(about.n_rows)
         counter, total = Counter(ref.id, about.shape), max(stop - first, 0)
         gaps = tuple((max(low, first), min(high, stop)) for low, high in about.gaps if low < stop and high > first)
-        yield RoutingSummary._made(about, counter, gaps), 0, total
+        done = 0
+        yield RoutingSummary._made(about, counter, gaps), done, total
         for window in about.windows(rows):
             counter.take(window.positions, window.experts)
-            yield RoutingSummary._made(about, counter, gaps), window.stop - first, total
+            done = window.stop - first
+            yield RoutingSummary._made(about, counter, gaps), done, total
+        if done < total:  # a gap at the end
+            yield RoutingSummary._made(about, counter, gaps), total, total
 
     @staticmethod
     def _made(about: Rows, counter: Counter, gaps: tuple[tuple[int, int], ...]) -> RoutingSummary:
@@ -263,8 +267,8 @@ def comparing(
     left, right = Rows(sp, a), Rows(sp, b)
     n_same = _same_tokens(sp, a, b)
     stop = min(int(left.starts[n_same]), left.n_rows, right.n_rows)
-    n, shared, equal = 0, np.zeros(len(left.layers), np.int64), np.zeros(len(left.layers), np.int64)
-    yield RoutingDifference(a=of_a, b=of_b, n_common=n, shared=shared, equal=equal), 0, stop
+    n, end, shared, equal = 0, 0, np.zeros(len(left.layers), np.int64), np.zeros(len(left.layers), np.int64)
+    yield RoutingDifference(a=of_a, b=of_b, n_common=n, shared=shared, equal=equal), end, stop
     for tokens, start, planned in left.plan(0, stop):
         end = min(planned, stop)
         kept = left.kept(start, end) & right.kept(start, end)
@@ -274,6 +278,8 @@ def comparing(
         equal = equal + (found == left.topk).sum(axis=0, dtype=np.int64)
         n += len(one)
         yield RoutingDifference(a=of_a, b=of_b, n_common=n, shared=shared, equal=equal), end, stop
+    if end < stop:  # a gap at the end
+        yield RoutingDifference(a=of_a, b=of_b, n_common=n, shared=shared, equal=equal), stop, stop
 
 
 def _same_tokens(sp: Spool, a: SegmentRef | StepRef, b: SegmentRef | StepRef) -> int:
