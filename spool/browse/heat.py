@@ -92,4 +92,4 @@ def logprob_tone(logprob: float) -> str:
     """Return the tone of a logprob: of what was likely, possible, unlikely, most unlikely."""
     if not math.isfinite(logprob) or logprob > 0:
         return "bad"
-    return "good" if logprob > -0.7 else "accent" if logprob > -2.3 else "warn" if logprob > -4.6 else "bad"
+    return "good" if logprob > -0.7 else "" if logprob > -2.3 else "warn" if logprob > -4.6 else "bad"

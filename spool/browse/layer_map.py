@@ -47,6 +47,7 @@ class LayerMap(Lines):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "sideways(-1)", "experts to the left", show=False),
         Binding("right,l", "sideways(1)", "experts to the right", show=False),
+        Binding("enter", "choose", show=False),
         Binding("circumflex_accent,0", "sideways(-100000)", "first experts", show=False),
         Binding("dollar_sign", "sideways(100000)", "last experts", show=False),
     ]

@@ -98,6 +98,8 @@ class RoutingScreen(SpoolScreen):
 
     def on_mount(self) -> None:
         """Begin to read."""
+        if not self.query(LayerMap):  # left before it was laid out
+            return
         self.query_one(LayerMap).focus()
         self._read()
 
@@ -189,10 +191,11 @@ class RoutingScreen(SpoolScreen):
         known, summary = self._known, self._shown
         if known.done < known.total:
             return f"reading: {count(known.done)} of {count(known.total)} rows"
+        if self._side == "A-B" and known.difference is not None and known.b is not None:
+            rows = f"{count(known.a.n_rows)} and {count(known.b.n_rows)} rows"
+            return f"A-B · {rows} · {count(known.difference.n_common)} in common"
         gaps = f" · {count(summary.n_missing)} never sent, in {count(len(summary.gaps))} gaps" if summary.gaps else ""
-        side = f"{self._side} · " if self.other is not None else ""
-        common = "" if known.difference is None else f" · {count(known.difference.n_common)} rows in common"
-        return f"{side}{count(summary.n_rows)} rows{gaps}{common}"
+        return f"{'' if self.other is None else f'{self._side} · '}{count(summary.n_rows)} rows{gaps}"
 
     def on_lines_moved(self, message: Lines.Moved) -> None:
         """Tell the numbers of the bin that the cursor is on now."""

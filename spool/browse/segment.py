@@ -38,7 +38,7 @@ class SegmentScreen(SpoolScreen):
     SegmentScreen #tokens { width: 1fr; }
     SegmentScreen.-narrow TokenPane { display: none; }
     """
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (60, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (60, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("n", "edge(1)", "next edge"),
         Binding("p", "edge(-1)", "previous"),
@@ -62,6 +62,8 @@ class SegmentScreen(SpoolScreen):
 
     def on_mount(self) -> None:
         """Say what the screen shows, and have the schemas read."""
+        if not self.query(TokenTable):  # left before it was laid out
+            return
         ref, span = self.ref, self.ref.version_span
         versions = "" if span is None else f" · version {span[0]}" + ("" if span[0] == span[1] else f"..{span[1]}")
         self.headline(

@@ -33,7 +33,10 @@ class TokenTable(Lines):
     """
 
     N_FIXED = 1
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("g", "twice", "first (gg)", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("g", "twice", "first (gg)", show=False),
+        Binding("enter", "choose", show=False),
+    ]
 
     class Wanted(Message):
         """Tokens ``[first, last)`` come into sight and are not held."""
