@@ -24,8 +24,11 @@ from spool.cli import VERBS
 from tools import cli_reference
 
 READING = {
-    "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
-    "show": ("show", "plain"), "status": ("status",), "verify": ("verify", "--deep"),
+    "cat": ("cat", "plain"), "diff": ("diff", "plain", "plain"), "du": ("du",), "info": ("info",),
+    "locate": ("locate", "plain"), "ls": ("ls",),
+    "report": ("report", "--force", "-o", f"{tempfile.gettempdir()}/spool-report-{os.getpid()}.html"),
+    "show": ("show", "plain"), "stats": ("stats",), "status": ("status",), "tail": ("tail", "-n", "1"),
+    "verify": ("verify", "--deep"),
 }  # fmt: skip
 CHANGING = {
     "checkpointed": ("checkpointed", "ckpt"), "demo": ("demo",), "export": ("export", "--all", "-o", "/nowhere/at/all"),
@@ -137,7 +140,7 @@ def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
     args = CHANGING.get(verb) or READING[verb]
-    done = run(*args, code=3 if verb in ("cat", "locate", "publish", "release", "show") else 2)
+    done = run(*args, code=3 if verb in ("cat", "diff", "locate", "publish", "release", "show") else 2)
     assert "SPOOL_URI is not set" in done.err
 
 

@@ -93,7 +93,7 @@ class _Spools:
             if is_session(sp, text):
                 return Side(sp, text)
         if sp is None and not text.startswith(("{", "@")):
-            raise NotFoundError(f"{text!r} names no spool: give LOCATION first, write LOCATION::REF, or set SPOOL_URI")
+            raise NotFoundError(f"{text!r} names no spool (LOCATION::REF does), and SPOOL_URI is not set")
         refs = find(sp, text)  # type: ignore[arg-type]
         if len(refs) != 1:
             raise click.UsageError(f"{text!r} names {len(refs)} things; name one")

@@ -29,8 +29,7 @@ def write_report(sp: Spool, path: str, where: str | None = None, *, force: bool 
         InputError: the filter does not parse, or there is something at ``path``.
         StorageError: the spool cannot be read, or the file cannot be written.
     """
-    if not force:
-        _check_free(path)
+    _check_free(path, force=force)
     with drawing(0):
         pass  # without matplotlib nothing is gathered
     data = page(gather(sp, where)).encode("utf-8")
@@ -38,8 +37,7 @@ def write_report(sp: Spool, path: str, where: str | None = None, *, force: bool 
     try:
         with open(temporary, "xb") as file:
             file.write(data)
-        if not force:
-            _check_free(path)
+        _check_free(path, force=force)
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(f"cannot write {path!r}: {error.strerror or error}", path=path) from error
@@ -49,6 +47,8 @@ def write_report(sp: Spool, path: str, where: str | None = None, *, force: bool 
     return len(data)
 
 
-def _check_free(path: str) -> None:
-    if os.path.lexists(path):
+def _check_free(path: str, *, force: bool) -> None:
+    if force and os.path.lexists(path) and not os.path.isfile(path):
+        raise InputError(f"{path!r} is not a file that a report can take the place of", path=path)
+    if not force and os.path.lexists(path):
         raise InputError(f"there is something at {path!r}: name another file, or pass --force", path=path)
