@@ -424,10 +424,9 @@ def _steps(bins: dict[int, int]) -> tuple[Bin, ...]:
     """Return bins of one whole number each up to `EXACT`, then such that double; -1 is all that are ahead."""
     if not bins:
         return ()
-    lows = [*range(min(bins), EXACT)]
-    while lows[-1] < max(bins):
-        lows.append(2 * lows[-1] if lows[-1] >= EXACT else EXACT)
-    lows = [low for low in lows if low <= max(bins)]
+    lows, most = [min(bins)], max(bins)
+    while lows[-1] < most:
+        lows.append(lows[-1] + 1 if lows[-1] < EXACT else 2 * lows[-1])
     return tuple(Bin(low, low + 1 if low < EXACT else 2 * low, bins.get(low, 0)) for low in lows)
 
 
