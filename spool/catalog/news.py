@@ -24,6 +24,8 @@ _SINCE = f"""
 SELECT e.id, e.sid, e.slot, e.at, CASE WHEN e.slot = {LATE} THEN e.event END,
     (SELECT min(o.id) FROM events o WHERE o.sid = e.sid AND o.slot = e.slot) = e.id
 FROM events e WHERE e.id > ? AND e.id <= ? AND e.slot < 0 ORDER BY e.id"""
+_SAID_BEFORE = f"SELECT 1 FROM events WHERE sid = ? AND slot = {LATE} AND id <= ? LIMIT 1"
+_ORDER: tuple[Happening, ...] = ("opened", "resumed", "finished", "reward", "discarded")
 
 
 class News(Struct, frozen=True, kw_only=True):
@@ -65,8 +67,9 @@ def news(run: Execute, mark: int, where: str | None = None) -> tuple[list[News],
         return [], newest
     found = [row for row in run(_SINCE, (mark, until)) if row[2] in (LATE, OPEN, FINAL, DISCARD)]
     rows = _rows(run, {row[1] for row in found}, where)
-    told = (_told(event, rows[event[1]]) for event in found if event[1] in rows)
-    return [item for item in told if item is not None], until
+    told = [item for event in found if event[1] in rows for item in _told(run, event, rows[event[1]], mark)]
+    # streams are taken in one after the other: what an annotator said may come before what it is about
+    return sorted(told, key=lambda item: (item.at, _ORDER.index(item.what))), until
 
 
 def _rows(run: Execute, sids: set[int], where: str | None) -> dict[int, SessionRow]:
@@ -81,15 +84,20 @@ def _rows(run: Execute, sids: set[int], where: str | None) -> dict[int, SessionR
     return known
 
 
-def _told(event: tuple[Any, ...], row: SessionRow) -> News | None:
-    _, _, slot, at, data, first = event
+def _told(run: Execute, event: tuple[Any, ...], row: SessionRow, mark: int) -> list[News]:
+    _, sid, slot, at, data, first = event
     if slot == LATE:
         late = decode_event(data)
         if not isinstance(late, Annotated) or late.segment or "reward" not in late.facts:
-            return None
-        return News(what="reward", at=at, row=row, reward=as_reward(late.facts["reward"]))
-    if slot == OPEN:
-        return News(what="opened" if first else "resumed", at=at, row=row, reward=row.reward)
-    if not first:
-        return None
-    return News(what="finished" if slot == FINAL else "discarded", at=at, row=row, reward=row.reward)
+            return []
+        return [News(what="reward", at=at, row=row, reward=as_reward(late.facts["reward"]))]
+    if slot != OPEN:
+        return (
+            [News(what="finished" if slot == FINAL else "discarded", at=at, row=row, reward=row.reward)]
+            if first
+            else []
+        )
+    told = [News(what="opened" if first else "resumed", at=at, row=row, reward=row.reward)]
+    if first and row.reward is not None and run(_SAID_BEFORE, (sid, mark)):
+        told.append(News(what="reward", at=at, row=row, reward=row.reward))
+    return told

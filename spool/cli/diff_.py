@@ -83,6 +83,7 @@ class _Spools:
             UsageError: it names several things.
         """
         from spool.look.diff import Side
+        from spool.look.references import parsed
 
         sp = self._default()
         if sp is not None and is_session(sp, text):
@@ -92,9 +93,9 @@ class _Spools:
             sp, text = self._at(place), rest
             if is_session(sp, text):
                 return Side(sp, text)
-        if sp is None and not text.startswith(("{", "@")):
+        if sp is None and not text.startswith("{"):
             raise NotFoundError(f"{text!r} names no spool (LOCATION::REF does), and SPOOL_URI is not set")
-        refs = find(sp, text)  # type: ignore[arg-type]
+        refs = parsed(text) if sp is None else find(sp, text)
         if len(refs) != 1:
             raise click.UsageError(f"{text!r} names {len(refs)} things; name one")
         return Side(self._of(refs[0], sp), refs[0])
