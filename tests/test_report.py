@@ -137,7 +137,7 @@ def test_an_empty_spool_has_a_page(tmp_path):
         pass
     run("report", tmp_path / "s", "-o", tmp_path / "r.html")
     shown, console = dom(tmp_path / "r.html")
-    assert console == [] and "Nothing is recorded yet" in shown and "<svg" not in shown
+    assert console == [] and "Nothing to draw" in shown and "Nothing is recorded yet" in shown and "<svg" not in shown
     picture(tmp_path / "r.html", tmp_path / "r.png", height=1200)
 
 

@@ -70,7 +70,7 @@ def _times(axes: Axes, low: float, high: float) -> None:
 
     from spool.look.text import iso_time
 
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if not (_CALENDAR[0] <= low and high <= _CALENDAR[1]):
         axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{at - low:.3g} s"))
         return

@@ -23,6 +23,8 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 MOST_TEXT = 200
 """Characters of a recorded text that are shown."""
 MOST_MODELS = 4
+LONG = 32
+"""Longer texts in tables go on in the next line."""
 
 Cell = str | int | float | None
 
@@ -140,7 +142,7 @@ def _footer(report: Report) -> str:
 
 
 def _figure(chart: _Chart, number: int) -> str:
-    drawn = "<p class=muted>Nothing is recorded yet.</p>" if chart.draw is None else chart.draw(number)
+    drawn = "<p class=muted>Nothing to draw.</p>" if chart.draw is None else chart.draw(number)
     wide = " class=wide" if chart.wide else ""
     numbers = ""
     if chart.rows:
@@ -167,7 +169,10 @@ def _cell(value: Cell, is_number: bool) -> str:
         return f"<td{' class=n' * is_number}>-</td>"
     if isinstance(value, int):
         return f"<td class=n>{count(value)}</td>"
-    return f"<td class=n>{value:.4g}</td>" if isinstance(value, float) else f"<td>{_text(value)}</td>"
+    if isinstance(value, float):
+        return f"<td class=n>{value:.4g}</td>"
+    shown = _text(value)
+    return f"<td{' class=long' * (len(shown) > LONG)}>{shown}</td>"
 
 
 # -- charts ----------------------------------------------------------------------------------------------------------
@@ -275,9 +280,9 @@ def _rewards(summary: Summary) -> _Chart:
 
 
 def _spread(found: Histogram, what: str, missing: str) -> str:
-    if found.low is None or found.high is None or found.mean is None:
-        return f"There are no {what}."
     more = f"; {count(found.n_missing)} {missing}" if found.n_missing else ""
+    if found.low is None or found.high is None or found.mean is None:
+        return f"There are no {what}{more}."
     return f"{count(found.n)} {what} from {found.low:,.6g} to {found.high:,.6g}, {found.mean:,.4g} on average{more}."
 
 
@@ -317,7 +322,9 @@ def _steps(summary: Summary) -> _Chart:
 
 def _stale(summary: Summary) -> _Chart:
     stale = summary.staleness
-    says = _spread(stale.behind, "segments", "have no version").replace(" on average", " versions behind on average")
+    says = _spread(stale.behind, "segments with a version", "have none").replace(
+        " on average", " versions behind on average"
+    )
     if stale.behind.n:
         says += " Counted are versions between a segment's oldest weights and the newest when its session ended."
     return _Chart(
