@@ -53,7 +53,7 @@ class Driven:
     async def type(self, text):
         for char in text:
             await self.pilot.press(NAMES.get(char, char))
-        await self.settle(0.35)
+        await self.settle(0.6)
 
     async def settle(self, least_s=0.0):
         """Wait until no screen awaits anything, for a little while."""
