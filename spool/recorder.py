@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -87,6 +89,7 @@ class Recorder:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
+        _recorders.add(self)
         self._lock = threading.RLock()
         self._opening = threading.Lock()
         self._sessions: dict[str, Session] = {}
@@ -495,16 +498,43 @@ class Recorder:
             self._threads.shutdown(wait=True)
         if self._timer is not None:
             self._timer.close()
+        try:
+            self.seal()
+        finally:
+            self._sessions.clear()
+            self._writers.clear()
+
+    def end(self) -> None:
+        """As the process ends: `seal` what is its own and not closed; threads are let be."""
+        if self._pid == os.getpid() and not self._closed:
+            self.seal()
+
+    def seal(self) -> None:
+        """Seal and unlock this process's streams, and bring the index up to that.
+
+        Raises:
+            SpoolError: a pack could not be sealed; the others are.
+        """
         failures = []
         for writer in self._writers.values():
             try:
                 writer.close()
             except SpoolError as error:
                 failures.append(error)
-        self._sessions.clear()
-        self._writers.clear()
+        if self._writers:
+            self._attempt("the index", lambda: self._feeder.catch_up(self.stream_names()))
         if failures:
             raise failures[0]
+
+
+def _at_exit() -> None:
+    for recorder in list(_recorders):
+        with suppress(SpoolError):  # the streams' own end says it, which comes after this
+            recorder.end()
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+atexit.register(_at_exit)
 
 
 def _foreign(openings: Sequence[Located], own: Collection[str]) -> list[Located]:

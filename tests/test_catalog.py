@@ -816,8 +816,8 @@ def test_a_folder_that_cannot_be_written_gives_an_index_in_memory(tmp_path):
         if os.getuid() == 0:
             os.setgid(65534), os.setuid(65534)
         catalog = Catalog.open("catalog.sqlite")
-        assert catalog.in_memory
         feed(catalog, [opened("u")])
+        assert catalog.in_memory
         assert [row.session_id for row in catalog.sessions()] == ["u"]
         assert os.listdir(".") == []
     """

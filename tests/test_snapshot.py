@@ -37,9 +37,9 @@ def test_a_copy_holds_what_the_file_does_and_leaves_it_alone(tmp_path):
     catalog.close()
     before = listing(tmp_path)
     copy = Catalog.open(path_of(tmp_path), readonly=True)
-    assert copy.in_memory
-    assert copy.dump() == want
+    assert copy.is_borrowed and copy.dump() == want
     feed(copy, [opened("more")], pack=1)
+    assert copy.in_memory
     assert [row.session_id for row in copy.sessions()] == ["more", "s0", "s1", "s2"]
     copy.close()
     assert listing(tmp_path) == before
@@ -105,9 +105,9 @@ def test_a_file_that_never_rests_is_not_copied(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "copyfile", busy)
     os.utime(path_of(tmp_path), (1, 1))
-    assert not load(path_of(tmp_path), apsw.Connection(":memory:"))
+    assert load(path_of(tmp_path)) is None
     monkeypatch.undo()
-    assert load(path_of(tmp_path), apsw.Connection(":memory:"))
+    assert load(path_of(tmp_path)) is not None
 
 
 BUSY = """
@@ -183,3 +183,105 @@ def test_events_that_moved_are_not_taken_for_others(tmp_path):
                 sp.messages(ref)
         sp.rebuild()
         assert [sp.messages(ref)[0]["content"] for ref in sp.steps("a")] == ["1", "2"]
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import spool
+from kit import SHAPE, add
+sp = spool.open(sys.argv[1])
+n = 0
+while True:
+    s = sp.session(f"s{n}", experts=SHAPE)
+    add(s, [1, 2], [3, 4])
+    s.finalize()
+    sp.flush() if n % 50 == 0 else None
+    n += 1
+    print(n, flush=True)
+"""
+
+
+def test_a_reader_of_a_live_spool_sees_all_that_was_said_done_and_copies_nothing(tmp_path):
+    """While a process records, its index is read where it lies, and has all that this process knows is done."""
+    root = str(tmp_path / "s")
+    code = [sys.executable, "-c", WRITER, root, os.path.dirname(__file__)]
+    writer = subprocess.Popen(code, stdout=subprocess.PIPE, text=True)
+    writer.stdout.readline()
+    with spool.open(root, readonly=True) as sp:
+        for line in writer.stdout:
+            if int(line) % 25 == 0:
+                assert sp.find_session(f"s{int(line) - 1}").state == "final"
+                assert len(sp.listing()) >= int(line)
+                assert sp._catalog.is_borrowed
+            if int(line) > 200:
+                break
+    writer.kill()
+    writer.wait()
+    writer.stdout.close()
+
+
+def test_what_a_killed_writer_left_behind_its_index_is_taken_into_a_copy(tmp_path):
+    root = str(tmp_path / "s")
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, root, os.path.dirname(__file__)], stdout=subprocess.PIPE)
+    for _ in range(30):
+        writer.stdout.readline()
+    writer.kill()
+    writer.wait()
+    last = len(writer.stdout.read().splitlines()) + 30
+    writer.stdout.close()
+    with apsw.Connection(f"{root}/catalog.sqlite") as connection:
+        connection.execute("DELETE FROM events; DELETE FROM sessions; DELETE FROM logs; DELETE FROM packs")
+    connection.close()
+    before = listing(root)
+    with spool.open(root, readonly=True) as sp:
+        assert len(sp.listing()) >= last
+        assert not sp._catalog.is_borrowed
+        assert sp.read(sp.final_segments("s0"))[0]["token_ids"].tolist() == [1, 2, 3, 4]
+    assert listing(root) == before
+
+
+def test_a_file_that_is_opened_meanwhile_is_looked_at_anew(tmp_path):
+    filled(tmp_path).close()
+    reader = Catalog.open(path_of(tmp_path), readonly=True)
+    assert len(list(reader.sessions())) == 3
+    writer = Catalog.open(path_of(tmp_path))
+    feed(writer, [opened("new")], pack=1)
+    assert reader.session("new") is not None
+    writer.close()
+    assert reader.session("new") is not None
+    assert reader.is_borrowed
+
+
+def test_a_large_copy_is_a_file_without_a_name_and_a_child_makes_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("spool.catalog.snapshot.MEMORY_BYTES", 0)
+    filled(tmp_path).close()
+    copy = Catalog.open(path_of(tmp_path), readonly=True)
+    feed(copy, [opened("more")], pack=1)
+    with copy._database.reading() as connection:
+        assert connection.filename
+        assert not os.path.exists(connection.filename)
+    pid = os.fork()
+    if not pid:
+        found = list(copy.sessions())
+        os._exit(0 if not found else 1)  # as empty as any index that is fed anew
+    assert os.waitpid(pid, 0)[1] == 0
+    assert copy.check() == []
+    assert len(list(copy.sessions())) == 4
+
+
+def test_manifests_of_the_root_s_own_packs_need_no_copy_and_those_of_others_do(tmp_path):
+    uri = f"file://{tmp_path}/%s?spill=file://{tmp_path}/cold"
+    with spool.open(uri % "a") as sp:
+        s = sp.session("own", experts=SHAPE)
+        add(s, [1, 2], [3])
+        sp.publish(s.finalize())
+    with spool.open(uri % "a", readonly=True) as sp:
+        assert sp.find_session("own").state == "final"
+        assert sp._catalog.is_borrowed
+        with spool.open(uri % "b") as other:
+            s = other.session("other", experts=SHAPE)
+            add(s, [1, 2], [3])
+            other.publish(s.finalize())
+        assert sp.find_session("other").state == "final"
+        assert not sp._catalog.is_borrowed

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from spool.catalog import forget, listing, query, schema, snapshot
+from spool.catalog import forget, listing, query, schema
+from spool.catalog.borrowed import BorrowedDatabase
 from spool.catalog.database import Database
 from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
@@ -63,13 +64,14 @@ class Catalog:
 
         Args:
             path: the database file; its folder exists.
-            readonly: leave the folder as it is: an index in memory that begins with a copy of the file.
+            readonly: leave the file as it is: it is read where it lies, or as a copy once something is fed that others
+                did not feed.
 
         Raises:
             StorageError: the file cannot be opened.
         """
         if readonly or not _writable(path):
-            return cls._copy_of(path)
+            return cls(BorrowedDatabase(path) if path else Database(None))
         catalog = cls(Database(path))
         for _ in range(_OPENINGS):
             try:
@@ -77,14 +79,6 @@ class Catalog:
                 break
             except DamagedError as error:
                 catalog.reset(error)
-        return catalog
-
-    @classmethod
-    def _copy_of(cls, path: str) -> Catalog:
-        catalog = cls(Database(None))
-        if path:
-            with catalog._database.reading() as connection:
-                snapshot.load(path, connection)
         return catalog
 
     def _first_look(self, path: str) -> None:
@@ -115,6 +109,11 @@ class Catalog:
     def in_memory(self) -> bool:
         """The index is this process's own and gone with it."""
         return self._database.path is None
+
+    @property
+    def is_borrowed(self) -> bool:
+        """The index is a file that others feed; what is fed here goes into a copy of it."""
+        return self._database.is_borrowed
 
     @property
     def epoch(self) -> tuple[int, ...]:
@@ -314,7 +313,7 @@ class Catalog:
             InputError: the filter or the order does not parse.
         """
         sql, values = listing.numbers_query(where, order, after=after, discarded=discarded, limit=limit)
-        with self._database.reading() as connection:
+        with self._database.reading_apart() as connection:
             return array("q", (number for (number,) in connection.execute(sql, values)))
 
     def looks(self, numbers: Sequence[int]) -> list[SessionLook]:
@@ -327,7 +326,9 @@ class Catalog:
         Raises:
             InputError: the filter or the order does not parse.
         """
-        return listing.group_looks(self._run, where, order, limit)
+        sql, values = listing.groups_query(where, order, limit)
+        with self._database.reading_apart() as connection:
+            return [listing.group(row) for row in connection.execute(sql, values)]
 
     def newest(self) -> int:
         """Return the number of the session that arrived last; 0 where there is none."""

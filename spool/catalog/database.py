@@ -40,6 +40,7 @@ class _Link:
         self.lock = threading.RLock()
         self.connection: apsw.Connection | None = None
         self.identity: schema.Identity | None = None
+        self.has_wal = False
         self.owner = 0
         self.held = False
 
@@ -69,6 +70,11 @@ class Database:
     def _links(self, writer: _Link, reader: _Link | None) -> None:
         # one database in memory is one connection
         self._writer, self._reader = writer, reader or writer
+
+    @property
+    def is_borrowed(self) -> bool:
+        """It is a file that this process does not write to; see `BorrowedDatabase`."""
+        return False
 
     @property
     def epoch(self) -> tuple[int, ...]:
@@ -112,6 +118,25 @@ class Database:
                 link.owner = 0
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    @contextmanager
+    def reading_apart(self) -> Iterator[apsw.Connection]:
+        """Lend a connection for a query that takes long: of a file one of its own, so that others go on meanwhile.
+
+        Raises:
+            DamagedError, StorageError, CapacityError: of what is done with it.
+        """
+        link = _Link()
+        own = self._connection(link) if self.path is not None else None
+        try:
+            if self.path is None or own is None:
+                with self.reading() as connection:
+                    yield connection
+                return
+            with self._translated(link):
+                yield own
+        finally:
+            link.close()
 
     def move_aside(self, damage: DamagedError) -> str | None:
         """Put a damaged file out of the way, so that the next operation makes a new one; return where it is."""
@@ -185,8 +210,10 @@ class Database:
         inherited = [link for link in (self._writer, self._reader) if link.connection is not None]
         if self.path is None and self._writer.held and not self._writer.owner:
             # a database in memory is plain memory: the child has a whole copy
-            self._writer.lock = threading.RLock()
-            return
+            connection = self._writer.connection
+            if connection is None or not connection.filename:
+                self._writer.lock = threading.RLock()
+                return
         for link in inherited:
             _leak(link.connection)
         if inherited:

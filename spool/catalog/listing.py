@@ -75,8 +75,8 @@ def session_looks(run: Execute, numbers: Sequence[int]) -> list[SessionLook]:
     ]
 
 
-def group_looks(run: Execute, where: str | None, order: Sequence[str], limit: int | None) -> list[GroupLook]:
-    """Return the groups that opened sessions that match are of, in an order; ties go by name.
+def groups_query(where: str | None, order: Sequence[str], limit: int | None) -> tuple[str, tuple[Value, ...]]:
+    """Return a statement and its values that give the groups of opened sessions that match, in an order.
 
     Raises:
         InputError: the filter or the order does not parse.
@@ -90,10 +90,11 @@ def group_looks(run: Execute, where: str | None, order: Sequence[str], limit: in
         f"FROM sessions s WHERE {_OPENED} AND {match.sql}) "
         f"GROUP BY group_id ORDER BY {', '.join([*terms, 'group_id'])} LIMIT ?"
     )
-    return [_group(row) for row in run(sql, (*match.values, -1 if limit is None else limit))]
+    return sql, (*match.values, -1 if limit is None else limit)
 
 
-def _group(row: Sequence[Any]) -> GroupLook:
+def group(row: Sequence[Any]) -> GroupLook:
+    """Return a row of `groups_query`."""
     facts = dict(zip(_OF_GROUP, row, strict=True))
     return GroupLook(**{**facts, **{name: int(facts[name]) for name in _SUMS}})
 

@@ -27,6 +27,7 @@ class Packs:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._here: tuple[tuple[int, ...], set[str], set[str]] = (database.epoch, set(), set())
 
     # -- tiers -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +120,15 @@ class Packs:
 
     def seen(self) -> set[str]:
         """Return the keys of the objects (manifests, roll-ups, fact files) that were taken in."""
-        return {key for (key,) in self._run("SELECT key FROM objects")}
+        found = {key for (key,) in self._run("SELECT key FROM objects")}
+        _, added, dropped = self._noted()
+        return found - dropped | added
+
+    def _noted(self) -> tuple[tuple[int, ...], set[str], set[str]]:
+        """Return the keys that this process notes for itself while it only reads the catalog's file."""
+        if self._here[0] != self._database.epoch:
+            self._here = (self._database.epoch, set(), set())
+        return self._here
 
     def saw(self, keys: Iterable[str]) -> None:
         """Say that objects were taken in; inside `Catalog.bulk` together with what was in them.
@@ -127,6 +136,9 @@ class Packs:
         Raises:
             StorageError: the catalog cannot be written.
         """
+        if self._database.is_borrowed:
+            self._noted()[1].update(keys)
+            return
         with self._database.writing() as connection:
             connection.executemany("INSERT OR IGNORE INTO objects VALUES(?)", [(key,) for key in keys])
 
@@ -136,6 +148,9 @@ class Packs:
         Raises:
             StorageError: the catalog cannot be written.
         """
+        if self._database.is_borrowed:
+            self._noted()[2].update(keys)
+            return
         with self._database.writing() as connection:
             connection.executemany("DELETE FROM objects WHERE key = ?", [(key,) for key in keys])
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from functools import partial
+from urllib.parse import quote
 
 import apsw
 
@@ -170,6 +171,39 @@ def connect(path: str) -> apsw.Connection:
             raise
 
 
+def connect_readonly(path: str) -> apsw.Connection:
+    """Open a database as it lies there, to read only: no transaction waits for it, and it makes no file.
+
+    Where a process has the file open, its WAL and shared memory are used as all readers do. Where none has, there is no
+    WAL, and not even locks are taken; whoever keeps the connection opens it again once there is one (`has_wal`).
+
+    Raises:
+        DamagedError: there is none, or it is something else, of another version, or torn.
+        apsw.Error: it cannot be opened.
+    """
+    file = identity(path)
+    if file is None or has_wal(path) != os.path.exists(path + _BESIDE[0]):
+        raise DamagedError(f"{path} cannot be read where it is", file=file)
+    options = "mode=ro" if has_wal(path) else "mode=ro&immutable=1"
+    flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    connection = apsw.Connection(f"file:{quote(path)}?{options}", flags=flags)
+    try:
+        connection.set_busy_timeout(int(BUSY_S * 1000))
+        _check_version(connection, path, file)
+        wrong = check(connection, whole=False) if os.path.getsize(path) <= CHECKED_BYTES else []
+        if wrong:
+            raise DamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", file=file)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def has_wal(path: str) -> bool:
+    """Whether there is a WAL beside a database: a process has it open, or died with it."""
+    return os.path.exists(path + _BESIDE[1])
+
+
 def _begin(path: str) -> None:
     """Make an empty file where there is none, away from the WAL and shared memory of one that was deleted.
 
@@ -204,12 +238,16 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
             connection.pragma("application_id", APPLICATION_ID)
             connection.pragma("user_version", VERSION)
         connection.execute("COMMIT")
+    _check_version(connection, path, file)
+    return connection
+
+
+def _check_version(connection: apsw.Connection, path: str, file: Identity | None) -> None:
     found = connection.pragma("application_id"), connection.pragma("user_version")
     if found != (APPLICATION_ID, VERSION):
         raise DamagedError(
             f"{path} is not a catalog of version {VERSION}: application id and version are {found}", file=file
         )
-    return connection
 
 
 def _is_blank(connection: apsw.Connection) -> bool:

@@ -1,7 +1,7 @@
-"""A copy in memory of a catalog file, made without a lock and without writing beside it.
+"""A copy of a catalog file, made without a lock and without writing beside it.
 
-A reader that must leave a spool as it is cannot open the file: SQLite would make and lock its WAL. The file and its WAL
-are copied as they are, and the copy is opened. What else is in the logs is fed to it afterwards.
+A reader that must leave a spool as it is cannot add to the file. The file and its WAL are copied as they are, and the
+copy is opened. What else is in the logs is fed to it afterwards.
 """
 
 from __future__ import annotations
@@ -21,38 +21,54 @@ from spool.catalog.schema import DamagedError
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+MEMORY_BYTES = 64 << 20
+"""Larger catalogs are copied into a file."""
+
 _ATTEMPTS = 3
 _WAL_HEADER_BYTES = 32
 _SETTLED_NS = 20_000_000
 """A file changed less than this ago may change again without its time showing it."""
 
 
-def load(path: str, into: apsw.Connection) -> bool:
-    """Fill a database in memory with what the catalog at ``path`` holds at one moment.
+def load(path: str) -> apsw.Connection | None:
+    """Return a database of this process's own with what the catalog at ``path`` holds at one moment.
+
+    It lives in memory; one of more than `MEMORY_BYTES` in a temporary file that has no name any more, and so goes with
+    the connection, however the process ends.
 
     Returns:
-        False, and nothing changed, where there is no sound catalog, or it changed too often to be copied.
+        None where there is no sound catalog, no room for a copy, or it changed too often to be copied.
     """
     with TemporaryDirectory(prefix="spool-") as folder:
         copy = os.path.join(folder, "catalog.sqlite")
         try:
             if not any(_copied(path, copy) for _ in range(_ATTEMPTS)):
-                return False
-            source = schema.connect(copy)
+                return None
+            found = schema.connect(copy)
         except (DamagedError, OSError, apsw.Error):
-            return False
+            return None
         try:
-            source.pragma("journal_mode", "delete")
-            if os.path.getsize(copy) <= schema.CHECKED_BYTES and schema.check(source, whole=False):
-                return False
-            with into.backup("main", source, "main") as backup:
-                while not backup.done:
-                    backup.step()
+            found.pragma("journal_mode", "memory")
+            n_bytes = os.path.getsize(copy)
+            if n_bytes <= schema.CHECKED_BYTES and schema.check(found, whole=False):
+                found.close()
+                return None
+            return found if n_bytes > MEMORY_BYTES else _in_memory(found)
         except apsw.Error:
-            return False
-        finally:
-            source.close()
-    return True
+            found.close()
+            return None
+
+
+def _in_memory(source: apsw.Connection) -> apsw.Connection:
+    """Return a copy in memory; the source is closed."""
+    target = schema.connect(schema.MEMORY)
+    try:
+        with target.backup("main", source, "main") as backup:
+            while not backup.done:
+                backup.step()
+    finally:
+        source.close()
+    return target
 
 
 def _copied(path: str, target: str) -> bool:

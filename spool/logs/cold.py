@@ -250,6 +250,10 @@ class ColdFeeder:
 
     def _forget_buried(self, keys: Sequence[str]) -> None:
         """Take out what deleted packs fed; before manifests are read, which may still list them."""
+        if self._catalog.is_borrowed:
+            known = [key for key in keys if self._is_forgotten(key)]
+            self._catalog.packs.saw(known)
+            keys = [key for key in keys if key not in known]
         for start in range(0, len(keys), PAGE):
             page = keys[start : start + PAGE]
             told = list(self._threads.map(self._tombstone_here, page))
@@ -259,6 +263,11 @@ class ColdFeeder:
                     if pack is not None and mark is not None:
                         self._catalog.forget(*pack, at=mark.at, reason=mark.reason)
                 self._catalog.packs.saw(page)
+
+    def _is_forgotten(self, key: str) -> bool:
+        pack = parse_gone_key(key)
+        row = None if pack is None else self._catalog.packs.get(*pack)
+        return row is not None and row.state == "gone"
 
     def _tombstone_here(self, key: str) -> GoneMark | None:
         """Return what a tombstone says; None where it is not about the pack of that name in the hot root."""
@@ -310,6 +319,10 @@ class ColdFeeder:
         """Take in objects, but for damaged ones; return False where one is no longer there."""
         read = [item for info, data in zip(found, contents, strict=True) if data is not None
                 for item in self._decode(info, data)]  # fmt: skip
+        if self._catalog.is_borrowed and all(map(self._is_known, read)):
+            for item in read:
+                self._saw(item)
+            return None not in contents
         with self._catalog.bulk():
             for item in read:
                 try:
@@ -320,6 +333,12 @@ class ColdFeeder:
                     self._damaged.pop(item.info.key, None)
                     self._saw(item)
         return None not in contents
+
+    def _is_known(self, item: _Read) -> bool:
+        """Whether the index has all that is in an object, from the logs of the hot root."""
+        packs = [(entry.stream, entry.pack) for entry, _ in item.packs]
+        known = self._catalog.offsets([stream for stream, _ in packs])
+        return not item.facts and all(pack in known and known[pack].sealed and self._is_local(*pack) for pack in packs)
 
     def _saw(self, item: _Read) -> None:
         """Note that an object was taken in; one with rivals is looked at by each process, which then knows of them."""

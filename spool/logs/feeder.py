@@ -17,7 +17,7 @@ from spool.errors import IntegrityError, SpoolError
 from spool.formats import records
 from spool.formats.frames import LOG_HEADER, Scan, check_header, decode_event, find_frame, scan
 from spool.logs import events
-from spool.logs.packs import Cold, GoneMark, KnownSizes, list_packs, pack_bytes, read_cold, read_gone
+from spool.logs.packs import Cold, GoneMark, KnownSizes, Listing, list_packs, pack_bytes, read_cold, read_gone
 from spool.logs.streams import is_live, log_path, measure, records_path, stream_names
 from spool.model.events import Single
 from spool.stores.local import map_os_error
@@ -36,6 +36,9 @@ RACY_NS = 50_000_000
 
 COLD_RETRY_S = 5.0
 """Between two attempts to read the events of evicted packs."""
+
+OTHERS_S, OTHERS_STEP_S = 1.0, 0.01
+"""How long, and how often, it is looked whether a live writer brought into the index what it recorded."""
 
 _LISTINGS = 3
 _BEFORE: dict[PackState, set[PackState | None]] = {
@@ -82,6 +85,16 @@ class _Known:
         self.evicted: list[int] = []  # not fed yet
         self.retry_at = 0.0
         self.stuck: dict[int, tuple[int, int]] = {}
+        self.others: tuple[object, object] | None = None  # what was there when the index had all of it
+
+
+def _tiers(found: Listing) -> Iterator[tuple[int, PackState]]:
+    """Yield the packs of a stream that are sealed and not deleted, and the tiers their files say they are in."""
+    sealed = found.sealed - found.gone
+    for pack in sorted(sealed):
+        yield pack, "spilled" if pack in found.cold else "sealed"
+    for pack in sorted(found.cold - sealed - found.logs - found.gone):
+        yield pack, "evicted"
 
 
 class LogFeeder:
@@ -210,11 +223,48 @@ class LogFeeder:
 
     def _look(self, name: str, known: _Known) -> None:
         with known.lock:
+            if self._catalog.is_borrowed and self._others_feed(name, known):
+                return
             for _ in range(_LISTINGS):
                 if self._look_at(name, known):
                     break
                 # a log was sealed between listing and reading: list again
                 known.changed_ns = None
+
+    def _others_feed(self, name: str, known: _Known) -> bool:
+        """Whether all that is there now is in the index, of which this process only reads the file.
+
+        What a live writer has just recorded it brings there itself, within `OTHERS_S`.
+        """
+        folder = f"{self._root}/streams/{name}/records"
+        try:
+            there = os.stat(folder).st_mtime_ns, list_packs(folder)
+            sizes = {pack: os.stat(log_path(self._root, name, pack)).st_size for pack in there[1].logs - there[1].gone}
+        except OSError:
+            return False
+        if known.others == (there, sizes):
+            return True
+        deadline = time.monotonic() + OTHERS_S
+        while self._lacks(name, there[1], sizes, known):
+            if time.monotonic() > deadline or not is_live(self._root, name):
+                return False
+            time.sleep(OTHERS_STEP_S)
+        known.others = there, sizes
+        return True
+
+    def _lacks(self, name: str, there: Listing, sizes: Mapping[int, int], known: _Known) -> bool:
+        """Whether the index lacks events of a stream, or what became of its packs."""
+        self._refresh(name, known)
+        states = {pack: known.states.get(pack, LogState()) for pack in there.logs | there.sealed | there.cold}
+        unread = any(size > max(states[pack].offset, len(LOG_HEADER)) and not states[pack].sealed
+                     for pack, size in sizes.items())  # fmt: skip
+        unknown = any(not states[pack].sealed for pack in (there.sealed | there.cold) - there.logs - there.gone)
+        return (
+            unread
+            or unknown
+            or any(known.tiers.get(pack) in _BEFORE[state] for pack, state in _tiers(there))
+            or any(known.tiers.get(pack) != "gone" for pack in there.gone)
+        )
 
     def stream_names(self) -> list[str]:
         """Return the names of the root's streams."""
@@ -273,10 +323,8 @@ class LogFeeder:
         known.logs = self._unknown(known, logs)
         for pack in self._unknown(known, sealed):
             self._feed_sealed(name, pack, known)
-        for pack in sorted(sealed):
-            self._mark(name, pack, known, "spilled" if pack in found.cold else "sealed")
-        for pack in sorted(evicted):
-            self._mark(name, pack, known, "evicted")
+        for pack, state in _tiers(found):
+            self._mark(name, pack, known, state)
         waiting = self._unknown(known, evicted)
         if waiting != known.evicted:
             known.evicted, known.retry_at = waiting, 0.0
