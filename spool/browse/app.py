@@ -121,9 +121,15 @@ class Browser(App[BaseException]):
 
     def open_segment(self, ref: SegmentRef | StepRef) -> None:
         """Show the tokens of a segment or step."""
+        from spool.browse.segment import SegmentScreen
+
+        self.push_screen(SegmentScreen(ref))
 
     def open_routing(self, ref: SegmentRef | StepRef, other: SegmentRef | StepRef | None = None) -> None:
         """Show the routing of a segment or step, beside another's."""
+        from spool.browse.routing import RoutingScreen
+
+        self.push_screen(RoutingScreen(ref, other))
 
     def open_storage(self, ref: str | None = None) -> None:
         """Show where bytes are, of the whole spool and of what ``ref`` names."""

@@ -36,6 +36,9 @@ class Lines(ScrollView, can_focus=True):
     N_FIXED: ClassVar[int] = 0
     """Lines at the top that do not scroll: `fixed` makes them."""
 
+    KEPT: ClassVar[frozenset[str]] = frozenset()
+    """Tones that stay what they are under the cursor."""
+
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"lines--{tone}" for tone in TONES} | {
         "lines--cursor",
         "lines--marked",
@@ -207,7 +210,7 @@ class Lines(ScrollView, can_focus=True):
             if used >= width:
                 break
             style = self.rich_style + self.get_component_rich_style(f"lines--{tone}") if tone else self.rich_style
-            if over is not None:
+            if over is not None and tone not in self.KEPT:
                 style = style + over if self.has_focus else style + Style(bgcolor=over.bgcolor)
             segments.append(Segment(text, style))
             used += cell_len(text)
