@@ -525,9 +525,9 @@ async def test_a_spool_that_is_removed_while_someone_looks(many, spool_uri, tmp_
     async with browsing(spool_uri) as at:
         shutil.rmtree(tmp_path / "spool")
         await asyncio.sleep(1.3)
-        for key in ("j", "enter", "j", "tab", "v", "b", "r", "q", "q", "G", "g", "q", "r", "s", "enter"):
+        for key in ("j", "r", "s", "enter", "G", "g", "q", "b", "q", "enter", "j", "tab", "v", "b", "r", "q"):
             await at.press(key)
-        assert at.screen.table.n_rows in (0, 30)
+        assert at.app.is_running
 
 
 async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_uri, tmp_path):

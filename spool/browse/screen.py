@@ -113,7 +113,7 @@ class SpoolScreen(Screen[None]):
         """Hand an answer on, unless a later question of its key was asked."""
         message.stop()
         question, error = message.question, message.error
-        if not self._asking.settle(question.key, question):
+        if not self._asking.settle(question.key, question) or not self.is_attached:
             return
         if error is None:
             if self._failing == question.key:
