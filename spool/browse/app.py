@@ -45,6 +45,7 @@ class Browser(App[BaseException]):
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "leave", "back"),
         Binding("escape", "leave", "back", show=False),
+        Binding("ctrl+c", "quit", "quit at once", show=False, priority=True),
         Binding("tab", "app.focus_next", "the next part", show=False),
         Binding("shift+tab", "app.focus_previous", "the part before", show=False),
     ]

@@ -47,6 +47,7 @@ class ConversationView(Lines):
     Enter or space unfolds what is folded, or shows more of what is long.
     """
 
+    DEFAULT_CSS = "ConversationView { overflow-y: scroll; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("space", "choose", "unfold, show more", show=False),
         Binding("n", "message(1)", "the next message", show=False),

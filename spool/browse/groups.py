@@ -85,7 +85,7 @@ class GroupsScreen(SpoolScreen):
         first = 0 if table.first == 0 and table.cursor + shift < table.room else table.first + shift
         table.count(len(groups), cursor=table.cursor + shift, first=first)
         paused = " · paused" if self._paused else ""
-        self.headline(f"{self.browser.place}  groups: {len(groups):,}{paused}")
+        self.headline(f"groups: {len(groups):,}{paused}")
 
     def on_lines_chosen(self) -> None:
         """Open the sessions of a group."""

@@ -61,6 +61,7 @@ class SpoolScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__()
         self._asking = Asking()
+        self._failing: str | None = None
 
     @property
     def browser(self) -> Browser:
@@ -112,14 +113,17 @@ class SpoolScreen(Screen[None]):
         """Hand an answer on, unless a later question of its key was asked."""
         message.stop()
         question, error = message.question, message.error
-        if not self._asking.settle(question.key, question):
+        if not self._asking.settle(question.key, question) or not self.is_attached:
             return
         if error is None:
+            if self._failing == question.key:
+                self.say("")
             question.then(message.value)
             return
         if not isinstance(error, EXPECTED):
             self.browser.faults.append(error)
         self.fail(error)
+        self._failing = question.key
         if question.failed is not None:
             question.failed(error)
 
@@ -129,11 +133,12 @@ class SpoolScreen(Screen[None]):
         return self._asking.is_busy
 
     def headline(self, text: str) -> None:
-        """Say in the heading what the screen shows."""
-        self._line("#heading", text)
+        """Say in the heading what the screen shows; where the spool is comes last, as far as there is room."""
+        self._line("#heading", f"{text}  {self.browser.place}")
 
     def say(self, text: str) -> None:
         """Say something in the status line."""
+        self._failing = None
         self._line("#status", text).remove_class("failed")
 
     def fail(self, error: BaseException | str) -> None:

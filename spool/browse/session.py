@@ -19,6 +19,7 @@ from spool.look.text import ago, one_line, short
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.timer import Timer
 
     from spool.catalog import SessionRow
     from spool.look.conversation import Conversation
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from spool.rollout.views import View
 
 REFRESH_S = 1.0
-SETTLE_S = 0.05
+SETTLE_S = 0.08
 """How long the cursor rests on a step before its messages are fetched."""
 
 
@@ -58,6 +59,7 @@ class SessionScreen(SpoolScreen):
         self._messages: Messages | None = None
         self._spoken: int | None = None
         self._other: str | None = None
+        self._settling: Timer | None = None
 
     def content(self) -> ComposeResult:
         """Yield tree and segments, and the conversation beside them."""
@@ -141,7 +143,9 @@ class SessionScreen(SpoolScreen):
 
     def _speak(self) -> None:
         """Fetch the messages of the step under the cursor, once it rests there."""
-        self.set_timer(SETTLE_S, self._fetch)
+        if self._settling is not None:
+            self._settling.stop()
+        self._settling = self.set_timer(SETTLE_S, self._fetch)
 
     def _fetch(self) -> None:
         row, messages, found = self.steps.current, self._messages, self._found

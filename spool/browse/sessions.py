@@ -131,7 +131,7 @@ class SessionsScreen(SpoolScreen):
             parts.append("paused")
         if sum(hidden := self.table.hidden):
             parts.append(f"{'← ' if hidden[0] else ''}{sum(hidden)} columns{' →' if hidden[1] else ''}")
-        self.headline(f"{self.browser.place}  {' · '.join(parts)}")
+        self.headline(" · ".join(parts))
 
     def on_table_wanted(self) -> None:
         """Fetch rows that came into sight."""

@@ -72,7 +72,7 @@ class StorageScreen(SpoolScreen):
 
     def on_mount(self) -> None:
         """Look for the first time, and then again and again."""
-        self.headline(f"{self.browser.place}  storage")
+        self.headline("storage")
         self.facts.empty = "looking ..."
         self.facts.focus()
         self.action_renew()
@@ -111,8 +111,10 @@ class StorageScreen(SpoolScreen):
         rows: list[Row] = []
         if self._status is not None:
             rows += status_rows(self._status)
+        found = self._status
+        roots = () if found is None else tuple(root for root in (found.root, found.spill) if root is not None)
         for place in self._found or ():
-            rows += place_rows(place)
+            rows += place_rows(place, roots)
         self.facts.show(rows)
 
     def refer(self) -> str | None:
@@ -203,8 +205,8 @@ def _spiller(spiller: SpillerStatus) -> Iterator[Row]:
         yield _fact("damaged", one_line(text), "bad")
 
 
-def place_rows(found: Places) -> Iterator[Row]:
-    """Yield the lines about one thing: its byte ranges by file, and its gaps."""
+def place_rows(found: Places, roots: Sequence[str] = ()) -> Iterator[Row]:
+    """Yield the lines about one thing: its byte ranges by file, named as below one of the roots, and its gaps."""
     total = sum(part.length for part in found.ranges)
     yield ()
     yield _heading(f"BYTES OF {one_line(found.ref[:200])}: {format_size(total)} in {len(found.ranges):,} ranges")
@@ -214,7 +216,10 @@ def place_rows(found: Places) -> Iterator[Row]:
     for part in found.ranges:
         if part.file != file:
             file = part.file
-            yield ((f"  {part.tier:<5}", "good" if part.tier == "hot" else "accent"), (one_line(file), "dim"))
+            yield (
+                (f"  {part.tier:<5}", "good" if part.tier == "hot" else "accent"),
+                (one_line(_below(file, roots)), "dim"),
+            )
         rows = f"rows {part.start:,}..{part.stop:,}"
         yield (
             (f"    {part.field:<20}", "strong"),
@@ -224,3 +229,11 @@ def place_rows(found: Places) -> Iterator[Row]:
     for field, gaps in found.gaps.items():
         for start, stop in gaps:
             yield ((f"    {one_line(field):<20}", "strong"), (f"gap {start:,}..{stop:,}: never sent", "warn"))
+
+
+def _below(file: str, roots: Sequence[str]) -> str:
+    for root in roots:
+        path = root.removeprefix("file://")
+        if file.removeprefix("file://").startswith(f"{path}/"):
+            return file.removeprefix("file://")[len(path) + 1 :]
+    return file

@@ -89,10 +89,10 @@ class Table(Lines):
         self._asked: tuple[int, int] | None = None
 
     def put(self, start: int, rows: Sequence[Any]) -> None:
-        """Hold the rows from ``start`` on, instead of those that were held."""
+        """Hold the rows from ``start`` on, instead of those that were held; None for one that is gone."""
         self._start, self._rows, self._asked = start, rows, None
         for column in self.columns:
-            longest = max((cell_len(column.cell(row)[0]) for row in rows), default=0)
+            longest = max((cell_len(column.cell(row)[0]) for row in rows if row is not None), default=0)
             self._widths[column.key] = max(self._widths[column.key], min(longest, column.most))
         self.refresh()
 
@@ -139,8 +139,10 @@ class Table(Lines):
         """Return the cells of a row; of one that is not here yet, that it is awaited."""
         held = self.held(number)
         if held is None:
-            self._want()
-            yield "…", "dim"
+            is_gone = 0 <= number - self._start < len(self._rows)
+            yield "gone" if is_gone else "…", "dim"
+            if not is_gone:
+                self._want()
             return
         mark = "✓" if self.identity(held) in self.marks else " "
         for column in self._shown():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from spool.errors import GapError, InputError, NotFoundError, ReleasedError
 from spool.look.counting import Counter, common
@@ -17,13 +18,12 @@ from spool.model.refs import SegmentRef, StepRef
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from numpy.typing import NDArray
-
     from spool.handle import Spool
 
-    Floats = NDArray[np.float64]
-    Counts = NDArray[np.int64]
     Progress = Callable[[int, int], object]
+
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
 
 _COMPARED_TOKENS = 1 << 16
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from spool.catalog import SessionRow
 from spool.look.tree import StepLook, TreeRow, step_looks, superseded_steps, tree_rows
+from spool.rollout.views import View
 
 if TYPE_CHECKING:
-    from spool.catalog import SessionRow
     from spool.handle import Spool
     from spool.model.refs import SegmentRef
-    from spool.rollout.views import View
 
 
 class SegmentLook(Struct, frozen=True, kw_only=True, gc=False):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from spool.formats.arrays import Ragged
 from spool.look.rows import Rows
@@ -16,8 +17,6 @@ from spool.model.fields import BUILT_IN, LOGPROBS, LOSS_MASK, TOKEN_IDS
 from spool.model.refs import SegmentRef, Unit
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from spool.handle import Spool
     from spool.look.vocabulary import Vocabulary
     from spool.model.refs import StepRef

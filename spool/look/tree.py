@@ -70,6 +70,8 @@ class TreeRow(Struct, frozen=True, kw_only=True, gc=False):
 def step_looks(steps: Sequence[StepRef]) -> list[StepLook]:
     """Return what is shown of steps. Most of their extents are let go: of a chain they grow with its square."""
     lengths = {step.index: step.n_tokens for step in steps}
+    # each step's own rows come last: so all streams are seen, without a look at every extent of every chain
+    streams = {extent.stream for step in steps for extents in step.extents.values() for extent in extents[-1:]}
     return [
         StepLook(
             index=step.index,
@@ -81,16 +83,16 @@ def step_looks(steps: Sequence[StepRef]) -> list[StepLook]:
             finish_reason=step.finish_reason,
             versions=tuple(dict.fromkeys(span.version for span in step.versions)),
             n_nonfinite=step.n_nonfinite,
-            ref=_light(step),
+            ref=_light(step, len(streams) > 1),
         )
         for step in steps
     ]
 
 
-def _light(step: StepRef) -> StepRef:
+def _light(step: StepRef, several: bool) -> StepRef:
     """Return a reference that names the same step, and the streams that it is in, by one extent each."""
-    named = {extent.stream: extent for extents in step.extents.values() for extent in extents}
     own = step.extents.get(TOKEN_IDS.name, ())[-1:]
+    named = {extent.stream: extent for extents in step.extents.values() for extent in extents} if several else {}
     others = tuple(extent for stream, extent in named.items() if not own or stream != own[0].stream)
     return replace(step, extents={TOKEN_IDS.name: (*others, *own)}, inline={})
 
