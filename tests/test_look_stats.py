@@ -7,6 +7,7 @@ import math
 import random
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 from kit import add, counting, session
@@ -17,7 +18,7 @@ from spool.catalog.summary import EXACT, MOST_BINS, MOST_NAMES, MOST_PERIODS, MO
 from spool.errors import InputError
 from spool.importers import import_runs
 from spool.look.routing import RoutingSummary
-from spool.look.stats import sample_routing, stats
+from spool.look.stats import Stats, sample_routing, stats
 
 OUTCOMES = ("completed", "failed", "truncated")
 
@@ -229,6 +230,7 @@ def test_routing_of_a_sample_is_the_sum_of_its_segments(sp_many):
 def test_stats_on_the_command_line(many):
     found = run("stats", many, "--json", "--routing", "all", "--current-version", "30").json
     assert found["summary"]["staleness"]["against"] == "30"
+    assert msgspec.json.decode(json.dumps(found), type=Stats, strict=True).n_released == 0
     assert found["n_sampled"] == found["routing"][0]["n_refs"] == found["summary"]["totals"]["n_segments"]
     text = run("stats", many, "--routing", "3").text
     assert "share\tname\tn_sessions" in text and "\nmodel\tlayer\timbalance" in text and "#" not in text

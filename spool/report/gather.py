@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from spool.catalog.summary import Summary
 from spool.errors import NotFoundError, ReleasedError, SpoolError
 from spool.look.routing import RoutingSummary
 from spool.look.stats import sample_routing
 
 if TYPE_CHECKING:
     from spool.catalog import SessionRow
-    from spool.catalog.summary import Summary
     from spool.handle import Spool
 
 N_SAMPLED = 48
