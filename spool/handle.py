@@ -707,17 +707,22 @@ class Spool:
         )
         return audit.verify(self._readers.store, self._tiers.cold_packs(states), recorded, deep=deep, progress=progress)
 
-    def usage(self) -> list[dict[str, Any]]:
+    def usage(self, *, quick: bool = False) -> list[dict[str, Any]]:
         """Return rows and bytes by stream, stored array and tier, as `spool du` prints them.
 
         From a hot root of its own streams in both tiers, from a cold root of all.
+
+        Args:
+            quick: count the rows that the arrays' documents list, which does not look at every step; rows that no step
+                names any more are among them.
 
         Raises:
             StorageError: a root cannot be read.
         """
         self._look()
         objects = None if self._feeds.cold is None else self._feeds.cold.objects
-        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), self._history.events())
+        events = None if quick else self._history.events()
+        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), events)
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""

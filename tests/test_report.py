@@ -172,6 +172,14 @@ def test_what_was_recorded_is_only_text(sp, tmp_path):
     assert console == [] and "<title>Spool report" in shown
 
 
+def test_routing_of_which_nothing_was_sent_is_not_drawn(sp):
+    s = session(sp, "a")
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4, 5])
+    s.finalize()
+    shown = page(gather(sp))
+    assert "No routing is stored" in shown and "nan" not in shown
+
+
 def test_values_far_apart_are_drawn(sp):
     for number, reward in enumerate([-1e300, 1e-300, 0.0, 1e300]):
         s = session(sp, f"s{number}", rollout_step=10 ** (4 * number))

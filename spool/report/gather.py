@@ -97,7 +97,7 @@ def gather(sp: Spool, where: str | None = None) -> Report:
     """
     summary = sp.summary(where)
     problems: list[str] = []
-    fields = _attempt(problems, "bytes", lambda: _fields(sp.usage()), ())
+    fields = _attempt(problems, "bytes", lambda: _fields(sp.usage(quick=True)), ())
     routing, n_sampled = _routing(sp, where, problems)
     return Report(
         facts=sp.info(),
@@ -156,7 +156,8 @@ def _routing(sp: Spool, where: str | None, problems: list[str]) -> tuple[tuple[R
             models[model.shape] = models.get(model.shape, RoutingSummary.none()).add(model)
     if lost:
         problems.append(f"routing: {lost} of {len(refs)} sampled segments were deleted")
-    return tuple(sorted(models.values(), key=lambda model: -model.n_rows)), len(refs)
+    counted = [model for model in models.values() if model.n_rows]
+    return tuple(sorted(counted, key=lambda model: -model.n_rows)), len(refs)
 
 
 def _extremes(sp: Spool, where: str | None) -> Iterable[Extreme]:
