@@ -63,7 +63,7 @@ class SessionsScreen(SpoolScreen):
         """The table."""
         return self.query_one(Table)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and every second from then on."""
         self.table.empty = "looking ..."
         self.table.focus()

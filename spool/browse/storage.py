@@ -29,6 +29,8 @@ Row = Sequence[Piece]
 class FactList(Lines):
     """Lines of facts."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
+
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.rows: Sequence[Row] = ()
@@ -70,7 +72,7 @@ class StorageScreen(SpoolScreen):
         """The list."""
         return self.query_one(FactList)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and then again and again."""
         self.headline("storage")
         self.facts.empty = "looking ..."
