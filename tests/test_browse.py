@@ -489,8 +489,8 @@ async def test_an_empty_spool_says_so_on_every_screen(sp, spool_uri):
         assert "no sessions yet" in at.text
         for key in ("enter", "y", "e", "space", "S", "down", "G", "v", "r"):
             await at.press(key)
-        await at.press("g")
-        assert "no sessions yet" in at.text
+        await at.press("g", "y")
+        assert "no sessions yet" in at.text and "there is no session" in at.text
         await at.press("enter", "y", "b")
         assert "none yet" in at.text
         session(sp, "first")
