@@ -456,7 +456,7 @@ async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked
         await at.press("y", "e")
         assert at.app.clipboard == "s27\ns28" and "Export 2 sessions" in at.text
         for _ in range(2):
-            await at.type(f"{tmp_path}/out")
+            at.screen.query_one("Input").value = f"{tmp_path}/out"
             await at.press("enter")
             if not _:
                 assert "2 segments of 2 sessions are in" in at.text
@@ -465,7 +465,7 @@ async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked
         files = [name for _, _, names in os.walk(tmp_path / "out") for name in names]
         assert any(name.endswith(".parquet") for name in files)
         await at.press("e")
-        await at.type(f"{tmp_path}/copy")
+        at.screen.query_one("Input").value = f"{tmp_path}/copy"
         await at.press("tab", "right", "enter", "shift+tab", "enter")
         await at.until(lambda: os.path.exists(tmp_path / "copy/spool.json"), "the copy")
     with spool.open(tmp_path / "copy", readonly=True) as copy:
@@ -489,8 +489,8 @@ async def test_an_empty_spool_says_so_on_every_screen(sp, spool_uri):
         assert "no sessions yet" in at.text
         for key in ("enter", "y", "e", "space", "S", "down", "G", "v", "r"):
             await at.press(key)
-        await at.press("g")
-        assert "no sessions yet" in at.text
+        await at.press("g", "y")
+        assert "no sessions yet" in at.text and "there is no session" in at.text
         await at.press("enter", "y", "b")
         assert "none yet" in at.text
         session(sp, "first")
@@ -577,7 +577,7 @@ async def test_failures_of_storage_are_told_and_gone_when_it_works_again(many, s
 
 async def test_a_fault_of_the_browser_is_a_line_and_is_remembered(many, spool_uri, monkeypatch):
     async with browsing(spool_uri) as at:
-        monkeypatch.setattr(spool.browse.session, "look_at", lambda *_: 1 / 0)
+        monkeypatch.setattr("spool.browse.session.look_at", lambda *_: 1 / 0)
         await at.pilot.press("enter")
         await at.until(lambda: "fault, ZeroDivisionError" in at.text, "the fault")
         assert isinstance(at.app.faults.pop(), ZeroDivisionError)
@@ -592,6 +592,23 @@ async def test_a_terminal_may_change_its_size_and_be_tiny(sp, spool_uri):
             await at.settle()
             assert all(len(line) <= size[0] for line in at.lines) and len(at.lines) == size[1]
         assert "Second." in at.text or "line 0" in at.text
+
+
+async def test_screens_that_are_left_at_once(many, spool_uri):
+    ref = many.final_segments("s29")[0]
+    async with browsing(spool_uri) as at:
+        app = at.app
+        for number in range(30):
+            app.open_session("s29")
+            (app.open_groups, app.open_storage, lambda: app.open_segment(ref), lambda: app.open_routing(ref))[
+                number % 4
+            ]()
+            await asyncio.sleep(0.01 * (number % 3))
+            app.action_leave()
+            app.action_leave()
+            await asyncio.sleep(0.01 * (number % 5))
+        await at.settle()
+        assert "sessions: 30" in at.lines[0] and len(app.screen_stack) == 2
 
 
 async def test_without_colour_nothing_is_coloured(sp, spool_uri, monkeypatch):

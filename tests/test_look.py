@@ -121,7 +121,12 @@ def test_names_are_found_as_the_command_line_takes_them(sp):
 
 def test_places_are_what_locate_says_joined(sp):
     session(sp, "a", 3)
-    (found,) = places(sp, "a")
+    session(sp, "b", 3, view="timeline")
+    (found,), n_left = places(sp, "a")
+    assert n_left == 0 and len(places(sp, "b")[0]) == 3
+    assert [part.ref for part in places(sp, "b", 2)[0]] == ["b@timeline/0", "b@timeline/1"] and places(sp, "b", 2)[
+        1
+    ] == 1
     located = sp.locate(sp.final_segments("a")[0])
     assert {(part.file, part.field) for part in found.ranges} == {(part.file, part.field) for part in located}
     assert sum(part.length for part in found.ranges) == sum(part.length for part in located)

@@ -163,28 +163,37 @@ class Browser(App[BaseException]):
         if self.front is not None and self._spool is not None:
             self.open_storage(self.front.refer())
 
-    def action_copy(self) -> None:
-        """Copy the reference of the thing under the cursor, for whoever understands OSC 52."""
+    def _selected(self) -> tuple[SpoolScreen, list[str]] | None:
+        """Return the screen in front and what is selected there; where that is nothing the screen says so."""
         screen = self.front
-        text = None if screen is None else "\n".join(screen.selected())
-        if screen is None or not text:
-            return
-        # a lone surrogate cannot be sent
-        self.copy_to_clipboard(text.encode("utf-8", "backslashreplace").decode())
-        screen.say(f"copied {text if len(text) < 200 else f'{len(text):,} characters'}")
+        if screen is None:
+            return None
+        names = screen.selected()
+        if not names:
+            screen.say("there is no session, step or segment under the cursor")
+        return (screen, names) if names else None
+
+    def action_copy(self) -> None:
+        """Copy the reference of the thing under the cursor, for a terminal that understands OSC 52."""
+        chosen = self._selected()
+        if chosen is not None:
+            screen, text = chosen[0], "\n".join(chosen[1])
+            # a lone surrogate cannot be sent
+            self.copy_to_clipboard(text.encode("utf-8", "backslashreplace").decode())
+            screen.say(f"copied {text if len(text) < 200 else f'{len(text):,} characters'}")
 
     def action_export(self) -> None:
         """Ask where to export what is selected."""
         from spool.browse.export import ExportScreen
 
-        screen = self.front
-        names = [] if screen is None else screen.selected()
-        if screen is None or not names:
+        chosen = self._selected()
+        if chosen is None:
             return
+        screen, names = chosen
 
-        def begin(chosen: tuple[str, Form] | None) -> None:
-            if chosen is not None:
-                self._export(screen, names, *chosen)
+        def begin(answer: tuple[str, Form] | None) -> None:
+            if answer is not None:
+                self._export(screen, names, *answer)
 
         self.push_screen(ExportScreen(names), begin)
 

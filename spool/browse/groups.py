@@ -49,7 +49,7 @@ class GroupsScreen(SpoolScreen):
         """The table."""
         return self.query_one(Table)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and then as often as it is cheap."""
         self.table.empty = "looking ..."
         self.table.focus()

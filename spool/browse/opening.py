@@ -21,7 +21,7 @@ class OpeningScreen(SpoolScreen):
         """Yield what shows that something goes on."""
         yield LoadingIndicator()
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Begin."""
         self.headline("opening the spool ...")
         self.ask("open", self.browser.open_spool, self.browser.opened, self.browser.failed)

@@ -84,6 +84,14 @@ class SpoolScreen(Screen[None]):
         """Yield the widgets between heading and status."""
         raise NotImplementedError
 
+    def on_mount(self) -> None:
+        """Begin, unless the screen was left before it was laid out."""
+        if self.is_open:
+            self.begin()
+
+    def begin(self) -> None:
+        """Do what a screen does first, once its widgets are there."""
+
     def ask(
         self,
         key: str,
@@ -113,7 +121,7 @@ class SpoolScreen(Screen[None]):
         """Hand an answer on, unless a later question of its key was asked."""
         message.stop()
         question, error = message.question, message.error
-        if not self._asking.settle(question.key, question) or not self.is_attached:
+        if not self._asking.settle(question.key, question) or not self.is_open:
             return
         if error is None:
             if self._failing == question.key:
@@ -126,6 +134,11 @@ class SpoolScreen(Screen[None]):
         self._failing = question.key
         if question.failed is not None:
             question.failed(error)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the screen was not left: one that was may lose its widgets at any moment."""
+        return self in self.app.screen_stack
 
     @property
     def is_busy(self) -> bool:

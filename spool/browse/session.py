@@ -84,7 +84,7 @@ class SessionScreen(SpoolScreen):
         """The conversation."""
         return self.query_one(ConversationView)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and every second whether something is new."""
         self._messages = Messages(self.spool)
         for part in (self.steps, self.segments, self.conversation):

@@ -63,7 +63,7 @@ class SessionsScreen(SpoolScreen):
         """The table."""
         return self.query_one(Table)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and every second from then on."""
         self.table.empty = "looking ..."
         self.table.focus()
@@ -77,6 +77,7 @@ class SessionsScreen(SpoolScreen):
         where = f"({base}) and ({typed.where})" if base and typed.where else typed.where or base
         order, spool = self._order, self.spool
         then = partial(self._listed, typed)
+        self.say("looking ...")
         self.ask("list", lambda: spool.listing(where, order=(order,)), then, self._refused)
 
     def _listed(self, typed: Typed, listing: Listing) -> None:

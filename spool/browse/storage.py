@@ -10,24 +10,27 @@ from textual.binding import Binding, BindingType
 
 from spool.browse.lines import Lines, Piece
 from spool.browse.screen import SpoolScreen
-from spool.look.places import places
+from spool.look.places import Places, places
 from spool.look.text import ago, count, one_line
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
-    from spool.look.places import Places
     from spool.status import HotTier, SpillerStatus, Status
 
 REFRESH_S = 2.0
 BAR_CELLS = 24
+MOST = 50
+"""References whose byte ranges are shown at once."""
 
 Row = Sequence[Piece]
 
 
 class FactList(Lines):
     """Lines of facts."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -59,7 +62,8 @@ class StorageScreen(SpoolScreen):
         super().__init__()
         self._thing = ref
         self._status: Status | None = None
-        self._found: list[Places] | None = None
+        self._found: list[Places] = []
+        self._n_left = 0
 
     def content(self) -> ComposeResult:
         """Yield the list."""
@@ -70,7 +74,7 @@ class StorageScreen(SpoolScreen):
         """The list."""
         return self.query_one(FactList)
 
-    def on_mount(self) -> None:
+    def begin(self) -> None:
         """Look for the first time, and then again and again."""
         self.headline("storage")
         self.facts.empty = "looking ..."
@@ -91,19 +95,17 @@ class StorageScreen(SpoolScreen):
         self._ask_status()
         thing, spool = self._thing, self.spool
         if thing is not None:
-            self.ask("places", lambda: places(spool, thing), self._located, self._lost)
+            self.ask("places", lambda: places(spool, thing, MOST), self._located, self._lost)
 
     def _seen(self, found: Status) -> None:
         self._status = found
         self._show()
 
-    def _located(self, found: list[Places]) -> None:
-        self._found = found
+    def _located(self, found: tuple[list[Places], int]) -> None:
+        self._found, self._n_left = found
         self._show()
 
     def _lost(self, error: BaseException) -> None:
-        from spool.look.places import Places
-
         self._found = [Places(ref=self._thing or "", error=str(error).partition("\n")[0])]
         self._show()
 
@@ -113,8 +115,10 @@ class StorageScreen(SpoolScreen):
             rows += status_rows(self._status)
         found = self._status
         roots = () if found is None else tuple(root for root in (found.root, found.spill) if root is not None)
-        for place in self._found or ():
+        for place in self._found:
             rows += place_rows(place, roots)
+        if self._n_left:
+            rows += [(), _fact("", f"{self._n_left:,} more segments: choose one to see its bytes", "dim")]
         self.facts.show(rows)
 
     def refer(self) -> str | None:

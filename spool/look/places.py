@@ -53,14 +53,23 @@ class Places(Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def places(sp: Spool, text: str) -> list[Places]:
-    """Return where the bytes of all that a text names are; what is damaged or released says so in its place.
+def places(sp: Spool, text: str, most: int | None = None) -> tuple[list[Places], int]:
+    """Return where the bytes of what a text names are, and of how many references they are left out.
+
+    What is damaged or released says so in its place.
+
+    Args:
+        sp: the spool.
+        text: a name or a reference, see `spool.look.references.named`.
+        most: of so many references at most; of all where None.
 
     Raises:
         NotFoundError, ReleasedError: the text names nothing that is there.
         StorageError: the spool cannot be read.
     """
-    return [place_of(sp, ref) for ref in find(sp, text)]
+    refs = find(sp, text)
+    found = [place_of(sp, ref) for ref in refs[:most]]
+    return found, len(refs) - len(found)
 
 
 def place_of(sp: Spool, ref: StepRef | SegmentRef) -> Places:
