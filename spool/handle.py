@@ -507,6 +507,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name.
         """
+        limit = arguments.integer("limit", limit)
         self._look(where)
         return self._catalog.slowest(where, limit)
 
@@ -516,6 +517,7 @@ class Spool:
         Raises:
             InputError: the filter does not parse or has an unknown name.
         """
+        n = arguments.integer("n", n)
         self._look(where)
         return self._catalog.sample(n, where)
 
@@ -534,6 +536,7 @@ class Spool:
             StorageError: a root cannot be read; ask again with the same mark.
         """
         self._recorder.check_open()
+        mark = arguments.optional(arguments.integer, "mark", mark)
         if mark is not None:
             self._feeds.catch_up()
         return self._catalog.news(mark, where)

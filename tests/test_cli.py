@@ -1,5 +1,6 @@
 """The command line: locations, references, exit codes, output, and what it must leave alone."""
 
+import atexit
 import hashlib
 import json
 import os
@@ -23,10 +24,13 @@ import spool as library
 from spool.cli import VERBS
 from tools import cli_reference
 
+PAGE = f"{tempfile.gettempdir()}/spool-report-{os.getpid()}.html"
+atexit.register(lambda: Path(PAGE).unlink(missing_ok=True))
+
 READING = {
     "cat": ("cat", "plain"), "diff": ("diff", "plain", "plain"), "du": ("du",), "info": ("info",),
     "locate": ("locate", "plain"), "ls": ("ls",),
-    "report": ("report", "--force", "-o", f"{tempfile.gettempdir()}/spool-report-{os.getpid()}.html"),
+    "report": ("report", "--force", "-o", PAGE),
     "show": ("show", "plain"), "stats": ("stats",), "status": ("status",), "tail": ("tail", "-n", "1"),
     "verify": ("verify", "--deep"),
 }  # fmt: skip

@@ -57,8 +57,7 @@ def many(tmp_path_factory):
             )  # fmt: skip
             if number % 4:
                 sp.annotate(f"s{number}", reward=float(rng.random()))
-        sp.flush()
-        sp.spill()
+        sp.publish(list(sp.segments()))
     return f"{root}/hot?spill=file://{root}/cold"
 
 
@@ -77,7 +76,7 @@ def test_the_page_in_chromium(written):
     for words in (
         "Sessions and tokens over time", "Outcomes", "Reward over rollout steps", "Distribution of rewards",
         "Length of segments", "Staleness", "Bytes by field and tier", "Load of experts", "Routing by layer",
-        "routed_experts", "completed", "took longest", "src2", "smaller than int32",
+        "routed_experts", "completed", "took longest", "src2", "times as much",
     ):  # fmt: skip
         assert words in found.text, words
     assert "40" in found.text and "nan" not in found.text.lower().split()

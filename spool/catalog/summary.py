@@ -225,7 +225,7 @@ def slowest(run: Execute, where: str | None = None, limit: int = 10) -> list[int
         f"SELECT s.sid FROM sessions s WHERE {_KEPT} AND {match.sql} "
         "ORDER BY s.last_at - s.opened_at DESC, s.session_id LIMIT ?"
     )
-    return [int(sid) for (sid,) in run(sql, (*match.values, limit))]
+    return [int(sid) for (sid,) in run(sql, (*match.values, max(limit, 0)))]
 
 
 def sample(run: Execute, n: int, where: str | None = None) -> list[int]:

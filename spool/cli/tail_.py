@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -89,8 +88,7 @@ def _facts(item: News) -> dict[str, Any]:
 
 def _for_people(item: News) -> str:
     row = item.row
-    when = time.strftime("%m-%d %H:%M:%S", time.localtime(item.at)) if 0 <= item.at < 1 << 40 else iso_time(item.at)
-    parts = [when, f"{item.what:<9}", one_line(row.session_id)]
+    parts = [iso_time(item.at), f"{item.what:<9}", one_line(row.session_id)]
     if item.what in ("finished", "discarded") and row.outcome:
         parts.append(row.outcome)
     if row.n_steps:

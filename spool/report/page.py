@@ -118,7 +118,7 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     sent = sum(field.sent_bytes or 0 for field in report.fields)
     stored = sum(field.stored_bytes or 0 for field in report.fields)
     hot, cold = (sum(getattr(field, name) or 0 for field in report.fields) for name in ("hot_bytes", "cold_bytes"))
-    ratio = f"{sent / stored:.3g}x smaller than int32" if stored else "nothing stored"
+    ratio = f"as int32 {format_size(sent)}, {sent / stored:.3g} times as much" if stored else "nothing stored"
     yield "Payload", format_size(stored), ratio
     yield "On disk", format_size(hot + cold), f"{format_size(hot)} hot, {format_size(cold)} cold"
 
