@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, GroupLook, PackRow, SessionRow
+from spool.catalog.news import News
+from spool.catalog.summary import Summary
 from spool.config import parse_uri
 from spool.derived import derived_segments
 from spool.errors import InputError, IntegrityError
@@ -487,6 +489,60 @@ class Spool:
             self._catalog.check_filter(where, "sessions")
         return problems
 
+    def summary(self, where: str | None = None, *, current_version: str | None = None) -> Summary:
+        """Return the shape of the run: totals, shares, histograms, series; counted by the index, no payload is read.
+
+        Args:
+            where: a filter of sessions, as `sessions` takes it.
+            current_version: the weights that staleness is counted from; those that were newest when each session ended
+                where None.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        self._look(where)
+        return self._catalog.summary(where, arguments.optional(arguments.label, "current_version", current_version))
+
+    def slowest(self, where: str | None = None, *, limit: int = 10) -> list[SessionRow]:
+        """Return the sessions that took longest, from when they were opened to their last event.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        limit = arguments.integer("limit", limit)
+        self._look(where)
+        return self._catalog.slowest(where, limit)
+
+    def sample(self, n: int, where: str | None = None) -> list[SegmentRef]:
+        """Return at most ``n`` segments, spread over those of all sessions that match; the same ones each time.
+
+        Raises:
+            InputError: the filter does not parse or has an unknown name.
+        """
+        n = arguments.integer("n", n)
+        self._look(where)
+        return self._catalog.sample(n, where)
+
+    def news(self, mark: int | None = None, where: str | None = None) -> tuple[list[News], int]:
+        """Return what happened behind a mark, and the mark to ask with next.
+
+        Costs little while nothing happens. Ask again at once until the mark stays the same. Without a mark it only
+        returns the one behind all that this handle has looked at so far.
+
+        Args:
+            mark: what the last call of this handle returned.
+            where: a filter of sessions, as they are when asked; a name that is no column is a late fact.
+
+        Raises:
+            InputError: the filter does not parse.
+            StorageError: a root cannot be read; ask again with the same mark.
+        """
+        self._recorder.check_open()
+        mark = arguments.optional(arguments.integer, "mark", mark)
+        if mark is not None:
+            self._feeds.catch_up()
+        return self._catalog.news(mark, where)
+
     def find_session(self, session_id: str) -> SessionRow | None:
         """Return a recorded session, or None."""
         session_id = arguments.text("session_id", session_id)
@@ -656,17 +712,22 @@ class Spool:
         )
         return audit.verify(self._readers.store, self._tiers.cold_packs(states), recorded, deep=deep, progress=progress)
 
-    def usage(self) -> list[dict[str, Any]]:
+    def usage(self, *, quick: bool = False) -> list[dict[str, Any]]:
         """Return rows and bytes by stream, stored array and tier, as `spool du` prints them.
 
         From a hot root of its own streams in both tiers, from a cold root of all.
+
+        Args:
+            quick: count the rows that the arrays' documents list, which does not look at every step; rows that no step
+                names any more are among them.
 
         Raises:
             StorageError: a root cannot be read.
         """
         self._look()
         objects = None if self._feeds.cold is None else self._feeds.cold.objects
-        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), self._history.events())
+        events = None if quick else self._history.events()
+        return audit.usage(self._readers.store, objects, self._catalog.packs.rows(), events)
 
     def info(self) -> dict[str, Any]:
         """Return identity and totals, as `spool info` prints them."""

@@ -1,5 +1,6 @@
 """The command line: locations, references, exit codes, output, and what it must leave alone."""
 
+import atexit
 import hashlib
 import json
 import os
@@ -23,15 +24,23 @@ import spool as library
 from spool.cli import VERBS
 from tools import cli_reference
 
+PAGE = f"{tempfile.gettempdir()}/spool-report-{os.getpid()}.html"
+atexit.register(lambda: Path(PAGE).unlink(missing_ok=True))
+
 READING = {
-    "cat": ("cat", "plain"), "du": ("du",), "info": ("info",), "locate": ("locate", "plain"), "ls": ("ls",),
-    "show": ("show", "plain"), "status": ("status",), "verify": ("verify", "--deep"),
+    "cat": ("cat", "plain"), "diff": ("diff", "plain", "plain"), "du": ("du",), "info": ("info",),
+    "locate": ("locate", "plain"), "ls": ("ls",),
+    "report": ("report", "--force", "-o", PAGE),
+    "show": ("show", "plain"), "stats": ("stats",), "status": ("status",), "tail": ("tail", "-n", "1"),
+    "verify": ("verify", "--deep"),
 }  # fmt: skip
 CHANGING = {
     "checkpointed": ("checkpointed", "ckpt"), "demo": ("demo",), "export": ("export", "--all", "-o", "/nowhere/at/all"),
     "gc": ("gc",), "import": ("import", str(cli_reference.PATH)), "publish": ("publish", "plain"),
     "rebuild": ("rebuild",), "recover": ("recover",), "release": ("release", "plain"), "spill": ("spill",),
 }  # fmt: skip
+SCREENS = {"browse": ("browse",)}
+"""Verbs that need a terminal; what they show is tested where they are."""
 
 
 def at(args, location):
@@ -81,7 +90,7 @@ def test_the_reference_is_up_to_date_and_has_every_verb():
     assert text == cli_reference.document(), "run python -m tools.cli_reference"
     assert re.findall(r"^## spool (\w+)$", text, re.MULTILINE) == sorted(VERBS)
     files = {path.name.removesuffix("_.py") for path in Path(cli_reference.PATH.parents[1] / "spool/cli").glob("*_.py")}
-    assert files - {"__init_"} == set(VERBS) == READING.keys() | CHANGING.keys()
+    assert files - {"__init_"} == set(VERBS) == READING.keys() | CHANGING.keys() | SCREENS.keys()
 
 
 def test_help_is_quick_and_loads_nothing_heavy():
@@ -98,7 +107,7 @@ def test_help_is_quick_and_loads_nothing_heavy():
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_json_and_says_whether_it_only_reads(verb):
     text = run(verb, "--help").text
-    assert "--json" in text
+    assert ("--json" in text) == (verb not in SCREENS)
     assert ("--dry-run" in text) == (verb in CHANGING)
     assert run(verb, "-h").text == text
 
@@ -136,12 +145,12 @@ def test_the_location_is_an_argument_or_in_the_environment(some):
 def test_without_a_location_there_is_a_hint(verb, tmp_path):
     if verb == "demo":
         return  # has a temporary one
-    args = CHANGING.get(verb) or READING[verb]
-    done = run(*args, code=3 if verb in ("cat", "locate", "publish", "release", "show") else 2)
+    args = {**CHANGING, **READING, **SCREENS}[verb]
+    done = run(*args, code=3 if verb in ("cat", "diff", "locate", "publish", "release", "show") else 2)
     assert "SPOOL_URI is not set" in done.err
 
 
-@pytest.mark.parametrize("verb", sorted(set(VERBS) - {"demo", "import"}))
+@pytest.mark.parametrize("verb", sorted(set(VERBS) - {"demo", "import"} - SCREENS.keys()))
 def test_a_location_without_a_spool_is_not_found_and_not_made(verb, tmp_path):
     args = CHANGING.get(verb) or READING[verb]
     done = run(*at(args, f"file://{tmp_path}/none"), code=3)

@@ -177,7 +177,12 @@ def test_verbs_that_read_work_on_a_cold_root(hot, cold):
     run("spill", f"{hot}?spill={cold}")
     run("cat", cold, "a")
     assert [row["session_id"] for row in run("ls", cold, "--json").json] == ["a", "b"]
-    assert run("show", cold, "a:1", "--messages", "--json").json == run("show", hot, "a:1", "--messages", "--json").json
+    shown, there = (run("show", root, "a:1", "--messages", "--json").json[0] for root in (hot, cold))
+    tiers = [{name: (field.pop("hot_bytes"), field.pop("cold_bytes")) for name, field in one["coverage"].items()}
+             for one in (shown, there)]  # fmt: skip
+    assert shown == there
+    assert all(hot_bytes and not cold_bytes for hot_bytes, cold_bytes in tiers[0].values())
+    assert all(cold_bytes and not hot_bytes for hot_bytes, cold_bytes in tiers[1].values())
     facts, known = run("info", cold, "--json").json, run("info", hot, "--json").json
     for name in ("id", "n_streams", "n_sessions", "n_steps", "n_tokens", "n_segments", "n_final"):
         assert facts[name] == known[name], name

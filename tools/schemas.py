@@ -13,6 +13,8 @@ from spool.audit import Report
 from spool.catalog import SessionRow
 from spool.formats.manifest import PackEntry
 from spool.logs.units import GoneUnits
+from spool.look.diff import Comparison
+from spool.look.stats import Stats
 from spool.model.events import Event
 from spool.model.fields import Layout, Schema
 from spool.model.refs import SegmentRef, StepRef
@@ -31,7 +33,9 @@ SOURCES: dict[str, tuple[str, Any]] = {
     "pack-entry.json": ("An entry of spool:packs in a manifest's metadata", PackEntry),
     "gone-units.json": ("units/gone/<time>-<16 hex>.json", GoneUnits),
     "suspend-token.json": ("A suspend token", SuspendToken),
+    "cli-diff.json": ("spool diff --json", Comparison),
     "cli-ls.json": ("spool ls --json", list[SessionRow]),
+    "cli-stats.json": ("spool stats --json", Stats),
     "cli-status.json": ("spool status --json", Status),
     "cli-verify.json": ("spool verify --json", Report),
 }

@@ -3,6 +3,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
+# pages are looked at in a real browser
+if ! command -v chromium >/dev/null && command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+  { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends chromium \
+    fonts-dejavu-core; } >/dev/null 2>&1 || true
+fi
 "$python" -m venv --clear .venv-test
 .venv-test/bin/pip install --quiet --disable-pip-version-check "torch==${TORCH_VERSION:-2.13.0}"
 .venv-test/bin/pip install --quiet --disable-pip-version-check -e ".[test,torch]"

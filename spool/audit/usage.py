@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from spool.audit.extents import named_rows
+from spool.audit.listed import listed_rows
 from spool.audit.streams import Streams
 from spool.audit.units import count, usage_row
 from spool.catalog import PackRow
@@ -33,7 +34,7 @@ class _Shape(NamedTuple):
 
 
 def usage(
-    store: HotStore | None, objects: Objects | None, packs: Iterable[PackRow], events: Iterable[Event]
+    store: HotStore | None, objects: Objects | None, packs: Iterable[PackRow], events: Iterable[Event] | None
 ) -> list[dict[str, Any]]:
     """Return rows and bytes by stream and stored array, those of the records, and those of multimodal units.
 
@@ -47,7 +48,8 @@ def usage(
         store: reads the hot root, whose streams are counted; None to count those of the cold root.
         objects: the cold root; None where there is none.
         packs: says which of them are in the cold root.
-        events: of all sessions.
+        events: of all sessions; None to count the rows that the arrays' documents list and tails hold instead, which
+            takes no longer for more steps: those of transactions that were given up, and shared ones, come as they are.
 
     Raises:
         SpoolError: a stream cannot be read, or the cold root where there is no hot one; else it is left out.
@@ -61,7 +63,10 @@ def usage(
         log.warning("what the cold root takes is left out: %s", error)
         objects, cold_bytes = None, Counter()
     shapes = _hot_shapes(store) if store is not None else _cold_shapes(objects, {name for name, _ in cold_bytes})
-    rows, cold_rows = _rows(events, shapes, there)
+    if events is None:
+        rows, cold_rows = listed_rows(store, objects, {name: shape[:2] for name, shape in shapes.items()}, there)
+    else:
+        rows, cold_rows = _rows(events, shapes, there)
     found = []
     for name, shape in sorted(shapes.items()):
         fields = {array.name: spec for spec in shape.schema.fields for array in spec.arrays}

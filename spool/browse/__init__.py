@@ -1,1 +1,1 @@
-"""The terminal browser: looks inside a spool and writes nothing into it."""
+"""The terminal browser: screens over a spool that is only read. Needs the extra ``tui``."""

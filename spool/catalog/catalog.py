@@ -15,6 +15,7 @@ from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
 from spool.catalog.history import late_events, openings, session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
+from spool.catalog.news import News, newest_mark, news
 from spool.catalog.packs import Packs
 from spool.catalog.rows import (
     GroupLook,
@@ -29,6 +30,7 @@ from spool.catalog.rows import (
 )
 from spool.catalog.schema import GONE, DamagedError
 from spool.catalog.space import give_back
+from spool.catalog.summary import Summary, sample, slowest, summary
 from spool.catalog.units import NamedUnits
 from spool.catalog.uses import StreamSizes, Uses, no_sizes, pack_id
 from spool.errors import StorageError
@@ -423,6 +425,24 @@ class Catalog:
     def totals(self, *, without: str = "") -> Totals:
         """Return counts over the whole spool, leaving out streams whose names begin with ``without``."""
         return query.totals(self._run, without)
+
+    def summary(self, where: str | None = None, current_version: str | None = None) -> Summary:
+        """Return the shape of the run; see `spool.catalog.summary`."""
+        return summary(self._run, where, current_version)
+
+    def slowest(self, where: str | None = None, limit: int = 10) -> list[SessionRow]:
+        """Return the sessions that took longest, without discarded ones."""
+        return query.session_rows(self._run, slowest(self._run, where, limit))
+
+    def sample(self, n: int, where: str | None = None) -> list[SegmentRef]:
+        """Return at most ``n`` segments, spread over those of all sessions that match; the same ones each time."""
+        return query.segment_refs(self._run, sample(self._run, n, where))
+
+    def news(self, mark: int | None, where: str | None = None) -> tuple[list[News], int]:
+        """Return what became known behind a mark, and the next mark; with None only the mark behind all."""
+        if mark is None:
+            return [], newest_mark(self._run)
+        return news(self._run, mark, where)
 
     def dump(self) -> dict[str, list[tuple[Any, ...]]]:
         """Return everything the logs feed in a form that is equal for equal logs, however and when they were fed.

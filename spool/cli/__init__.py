@@ -16,8 +16,8 @@ from spool.points import kill_at
 from spool.sizes import format_time
 
 VERBS = (
-    "cat", "checkpointed", "demo", "du", "export", "gc", "import", "info", "locate", "ls", "publish", "rebuild",
-    "recover", "release", "show", "spill", "status", "verify",
+    "browse", "cat", "checkpointed", "demo", "diff", "du", "export", "gc", "import", "info", "locate", "ls", "publish",
+    "rebuild", "recover", "release", "report", "show", "spill", "stats", "status", "tail", "verify",
 )  # fmt: skip
 
 

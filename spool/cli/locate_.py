@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import click
 
 from spool.cli.output import Column, json_option, write_line, write_rows
 from spool.cli.places import find_refs, open_spool, parse_range, reference_arguments, split_arguments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from spool.read.sample import ByteRange
 
 _COLUMNS = (
     Column("file", "FILE"),
@@ -40,10 +35,12 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], tokens: str | None, 
     location, texts = split_arguments(args, "locate")
     chosen = parse_range(tokens, "--tokens")
     with open_spool(location) as sp:
+        from spool.look.places import joined
+
         rows = [
             {"id": ref.id, **found._asdict(), "n_rows": found.rows[1] - found.rows[0]}
             for ref in find_refs(sp, texts)
-            for found in _joined(sp.locate(ref, fields=list(fields) or None, tokens=chosen))
+            for found in joined(sp.locate(ref, fields=list(fields) or None, tokens=chosen))
         ]
     if dd:
         if remote := next((row["file"] for row in rows if _path(row["file"]) is None), None):
@@ -54,24 +51,6 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], tokens: str | None, 
             write_line(_dd(row))
     else:
         write_rows(rows, _COLUMNS, as_json=as_json)
-
-
-def _joined(ranges: Iterable[ByteRange]) -> Iterator[ByteRange]:
-    """Yield the ranges in their order, with those that go on where the last one ended made one."""
-    last = None
-    for found in ranges:
-        if (
-            last is not None
-            and (last.file, last.field) == (found.file, found.field)
-            and last.offset + last.length == found.offset
-        ):
-            last = last._replace(length=last.length + found.length, rows=(last.rows[0], found.rows[1]))
-            continue
-        if last is not None:
-            yield last
-        last = found
-    if last is not None:
-        yield last
 
 
 def _dd(row: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ from spool.errors import InputError, NotFoundError, SessionStateError, StorageEr
 if TYPE_CHECKING:
     from spool.handle import Spool
     from spool.model.refs import SegmentRef, StepRef
-    from spool.rollout.views import View
 
     Found = StepRef | SegmentRef
 
@@ -24,9 +23,7 @@ location_argument = click.argument("location", required=False)
 reference_arguments = click.argument("args", nargs=-1, metavar="[LOCATION] REF...")
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-_INDEX = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"(-?[0-9]{1,18})?:(-?[0-9]{1,18})?")
-_VIEWS: tuple[View, ...] = ("lineage", "timeline")
 
 
 def open_spool(location: str | None, *, readonly: bool = True) -> Spool:
@@ -88,42 +85,28 @@ def find_refs(sp: Spool, texts: Iterable[str]) -> list[Found]:
 
 
 def find(sp: Spool, text: str) -> list[Found]:
-    """Return the references that one text names.
-
-    In this order: the session of exactly this id (its final segments, those of ``lineage`` while it lives); a step; a
-    segment; a reference as JSON; those in a file.
+    """Return the references that one text names: what `spool.look.references.named` finds, or those in a file.
 
     Raises:
         NotFoundError: nothing is recorded under that name.
         InputError: it is not a reference.
     """
-    if is_session(sp, text):
-        return list(sp.final_segments(text))
-    part = _step(sp, text) or _segment(sp, text)
-    if part:
-        return part
-    if text.startswith("{"):
-        return _parsed(text)
-    return _parsed(_read(text[1:])) if text.startswith("@") else _nothing(sp, text)
+    from spool.look.references import named, parsed
+
+    found = named(sp, text)
+    if found is not None:
+        return found
+    if text.startswith("@"):
+        return parsed(_read(text[1:]))
+    hint = f"; {text} is a directory, but no spool" if "\0" not in text and os.path.isdir(text) else ""
+    raise NotFoundError(f"no session, step or segment {text!r} in {sp.config.url}{hint}", ref=text)
 
 
 def is_session(sp: Spool, text: str) -> bool:
     """Whether a session of exactly this id is recorded."""
-    return _is_id(text) and sp.find_session(text) is not None
+    from spool.look.references import is_session
 
-
-def _is_id(text: str) -> bool:
-    return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _parsed(text: str) -> list[Found]:
-    """Read one reference as JSON, or one a line, as ``spool show --ref`` prints them."""
-    from spool.model.refs import ref_from_json
-
-    lines = [line for line in text.split("\n") if line.strip()]
-    if len(lines) > 1 and all(line.lstrip().startswith('{"type"') for line in lines):
-        return [ref_from_json(line) for line in lines]
-    return [ref_from_json(text)]
+    return is_session(sp, text)
 
 
 def _read(path: str) -> str:
@@ -138,45 +121,6 @@ def _read(path: str) -> str:
         raise InputError(f"{path!r} is not a text of references") from error
     except OSError as error:
         raise StorageError(f"cannot read {path!r}: {error.strerror}") from error
-
-
-def _step(sp: Spool, text: str) -> list[Found]:
-    session_id, _, index = text.rpartition(":")
-    if not _INDEX.fullmatch(index) or not is_session(sp, session_id):
-        return []
-    steps = sp.steps(session_id)
-    chosen: list[Found] = [step for step in steps if step.index == int(index)]
-    if not chosen:
-        raise NotFoundError(
-            f"session {session_id!r} has no step {index}; its steps: {_indexes(s.index for s in steps)}"
-        )
-    return chosen
-
-
-def _segment(sp: Spool, text: str) -> list[Found]:
-    session_id, _, rest = text.rpartition("@")
-    name, _, index = rest.partition("/")
-    view = next((view for view in _VIEWS if view == name), None)
-    if view is None and _INDEX.fullmatch(index) and is_session(sp, session_id):
-        raise NotFoundError(f"session {session_id!r} has no view {name!r}; views are {', '.join(_VIEWS)}", ref=text)
-    if view is None or not _INDEX.fullmatch(index) or not is_session(sp, session_id):
-        return []
-    segments = sp.view(session_id, view)
-    chosen: list[Found] = [ref for ref in segments if ref.index == int(index)]
-    if not chosen:
-        shown = _indexes(ref.index for ref in segments)
-        raise NotFoundError(f"session {session_id!r} has no {view} segment {index}; it has {shown}")
-    return chosen
-
-
-def _indexes(found: Iterable[int]) -> str:
-    shown = [str(index) for index in found]
-    return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "") if shown else "none"
-
-
-def _nothing(sp: Spool, text: str) -> list[Found]:
-    hint = f"; {text} is a directory, but no spool" if "\0" not in text and os.path.isdir(text) else ""
-    raise NotFoundError(f"no session, step or segment {text!r} in {sp.config.url}{hint}", ref=text)
 
 
 def parse_range(text: str | None, option: str) -> slice | None:

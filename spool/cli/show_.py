@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from spool.cli.output import Column, flat, json_option, write_facts, write_json, write_line, write_rows
-from spool.cli.places import find, is_session, open_spool, reference_arguments, split_arguments
+from spool.cli.places import find, is_session, open_spool, parse_range, reference_arguments, split_arguments
 from spool.look.text import json_text
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 _USUAL: dict[str, object] = {
     "attempt": 0, "trim": 0, "prefer": "first", "n_nonfinite": 0, "cut_tokens": 0, "superseded": False,
 }  # fmt: skip
-_TABLES = ("steps", "segments", "messages")
+_LISTED = ("n_branches", "stored_bytes", "tier", "first_version", "last_version", "n_released")
+_OF_SESSION = ("steps", "segments", "messages", "routing")
+_OF_PART = ("messages", "version_span", "versions", "coverage", "routing", "tokens")
 
 
 @click.command("show")
@@ -29,23 +31,42 @@ _TABLES = ("steps", "segments", "messages")
 @click.option(
     "--ref", "as_ref", is_flag=True, help="Print whole references as JSON, one a line, for show, cat, locate."
 )
+@click.option("--routing", is_flag=True, help="Count the routing, layer by layer; this reads payload.")
+@click.option("--tokens", metavar="START:STOP", help="Print these tokens of segments or steps, too.")
+@click.option("--tokenizer", metavar="FILE", help="A tokenizer.json, for the text of --tokens.")
 @json_option
-def command(args: tuple[str, ...], messages: bool, as_ref: bool, as_json: bool) -> None:
+def command(
+    args: tuple[str, ...],
+    messages: bool,
+    as_ref: bool,
+    routing: bool,
+    tokens: str | None,
+    tokenizer: str | None,
+    as_json: bool,
+) -> None:
     """Show sessions, steps or segments.
 
-    Identity, lengths, weight versions, late facts, and what they are made of. What is printed of a session or a segment
-    are columns of ls --where, but for id, steps, fields, metadata and n_extents. n_prompt of a segment is
-    response_start there, version is first_version and last_version, and a fact is named alone, without "facts.". NaN
-    and infinities are text in JSON.
+    Identity, lengths, weight versions, late facts, and what they are made of. Of a session its steps, on a terminal as
+    a tree: a branch is indented, a diamond begins a chain, a cross marks a step whose request was sent again. Of a
+    segment or step what of each field was never sent, the bytes in each tier, and where versions change.
+
+    What is printed of a session or a segment are columns of ls --where, but for id, steps, fields, metadata, n_extents
+    and what is counted by field or by layer. n_prompt of a segment is response_start there, version is first_version
+    and last_version, and a fact is named alone, without "facts.". NaN and infinities are text in JSON. What --routing
+    counts is what stats --routing does; experts of single tokens are printed by cat --field routed_experts.
     """
     location, texts = split_arguments(args, "show")
+    chosen = parse_range(tokens, "--tokens")
+    if tokenizer is not None and chosen is None:
+        raise click.UsageError("--tokenizer is for --tokens START:STOP")
     with open_spool(location) as sp:
         if as_ref:
             for text in texts:
                 for ref in find(sp, text):
                     write_line(json_text(ref.to_json()))
             return
-        shown = [facts for text in texts for facts in _facts(sp, text, messages=messages)]
+        asked = _Asked(messages, routing, chosen, tokenizer)
+        shown = [facts for text in texts for facts in _facts(sp, text, asked)]
     if as_json:
         write_json(shown)
         return
@@ -55,41 +76,72 @@ def command(args: tuple[str, ...], messages: bool, as_ref: bool, as_json: bool) 
         _print(facts)
 
 
-def _facts(sp: Spool, text: str, *, messages: bool) -> list[dict[str, Any]]:
+class _Asked(NamedTuple):
+    """What is to be shown beyond the facts."""
+
+    messages: bool
+    routing: bool
+    tokens: slice | None
+    tokenizer: str | None
+
+
+def _facts(sp: Spool, text: str, asked: _Asked) -> list[dict[str, Any]]:
     if is_session(sp, text):
-        return [_session(sp, text, messages=messages)]
-    return [_part(sp, ref, messages=messages) for ref in find(sp, text)]
+        if asked.tokens is not None:
+            raise click.UsageError(f"--tokens is for segments and steps: name {text}@lineage/0 or {text}:0")
+        return [_session(sp, text, asked)]
+    return [_part(sp, ref, asked) for ref in find(sp, text)]
 
 
-def _session(sp: Spool, session_id: str, *, messages: bool) -> dict[str, Any]:
+def _session(sp: Spool, session_id: str, asked: _Asked) -> dict[str, Any]:
+    from spool.cli.detail import routing_facts, tree_facts
     from spool.cli.facts import segment_facts, session_facts, step_facts
+    from spool.look.session import look_at
 
-    row, steps = sp.find_session(session_id), sp.steps(session_id)
+    row, steps, segments = sp.find_session(session_id), sp.steps(session_id), sp.final_segments(session_id)
     assert row is not None
+    drawn = tree_facts(look_at(sp, session_id))
     facts = session_facts(row)
-    facts["steps"] = [step_facts(step) for step in steps]
-    facts["segments"] = [segment_facts(ref) for ref in sp.final_segments(session_id)]
-    if messages:
+    facts |= _looked_up(sp, session_id)
+    facts["steps"] = [{**step_facts(step), **drawn[step.index]} for step in steps]
+    facts["segments"] = [segment_facts(ref) for ref in segments]
+    if asked.messages:
         facts["messages"] = {str(step.index): sp.messages(step) for step in steps}
+    if asked.routing:
+        facts["routing"] = routing_facts(sp, segments)
     return facts
 
 
-def _part(sp: Spool, ref: Found, *, messages: bool) -> dict[str, Any]:
+def _looked_up(sp: Spool, session_id: str) -> dict[str, Any]:
+    """Return what a listing says of a session, beyond its row."""
+    quoted = session_id.replace("'", "''")
+    (look,) = sp.listing(f"session_id = '{quoted}'", limit=1).rows(0, 1)
+    return {name: getattr(look, name) for name in _LISTED}
+
+
+def _part(sp: Spool, ref: Found, asked: _Asked) -> dict[str, Any]:
+    from spool.cli.detail import detail_facts, routing_facts, token_facts
     from spool.cli.facts import segment_facts, step_facts
     from spool.model.refs import StepRef
 
     facts = step_facts(ref) if isinstance(ref, StepRef) else segment_facts(ref)
-    if messages:
+    facts |= detail_facts(sp, ref)
+    if asked.messages:
         facts["messages"] = sp.messages(ref)
+    if asked.routing:
+        facts["routing"] = routing_facts(sp, [ref])
+    if asked.tokens is not None:
+        facts["tokens"] = list(token_facts(sp, ref, asked.tokens, asked.tokenizer))
     return facts
 
 
 def _print(facts: Mapping[str, Any]) -> None:
-    from spool.cli.facts import SEGMENT_COLUMNS, STEP_COLUMNS
+    from spool.cli.detail import write_detail, write_more, write_tree
+    from spool.cli.facts import SEGMENT_COLUMNS
     from spool.cli.transcript import write_messages, write_steps
 
     whole = "n_segments" in facts
-    apart = _TABLES if whole else ("messages", "version_span")
+    apart = _OF_SESSION if whole else _OF_PART
     own = ((name, value) for name, value in facts.items() if name not in apart)
     write_facts(
         (name, value, _kind(label))
@@ -99,14 +151,18 @@ def _print(facts: Mapping[str, Any]) -> None:
     )
     messages = facts.get("messages")
     if not whole:
+        write_detail(facts)
+        write_more(facts)
         write_messages(messages or ())
         return
     segments = [{**row, "part": f"{row['view']}/{row['index']}"} for row in facts["segments"]]
-    short = (Column("id"), Column("part", "SEGMENT"), *SEGMENT_COLUMNS[1:])
-    for rows, columns in ((facts["steps"], STEP_COLUMNS), (segments, short)):
-        if rows:
-            write_line("")
-            write_rows(rows, columns)
+    if facts["steps"]:
+        write_line("")
+        write_tree(facts["steps"])
+    if segments:
+        write_line("")
+        write_rows(segments, (Column("id"), Column("part", "SEGMENT"), *SEGMENT_COLUMNS[1:]))
+    write_more(facts)
     if messages:
         write_steps((step["index"], step["parent"], messages[str(step["index"])]) for step in facts["steps"])
 
@@ -114,4 +170,6 @@ def _print(facts: Mapping[str, Any]) -> None:
 def _kind(name: str) -> Kind:
     if name.endswith("_at"):
         return "time"
+    if name.endswith("_bytes"):
+        return "size"
     return "count" if name.startswith("n_") or name in ("response_length", "trainable_tokens") else "text"

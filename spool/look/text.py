@@ -9,6 +9,7 @@ import unicodedata
 _PICTURE = "\u2600-\u27bf\U0001f000-\U0001faff"
 # a joiner inside of an emoji is part of it, anywhere else it hides
 _SUSPECT = re.compile(f"(?!(?<=[{_PICTURE}\ufe0f])\u200d[{_PICTURE}])[^\\x20-\\x7e]")
+_UNITS = "KMGTPE"
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -60,3 +61,20 @@ def iso_time(seconds: float) -> str:
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
         return f"{seconds:g}"
+
+
+def ago(seconds: float) -> str:
+    """Return an age in its largest unit: ``12s``, ``5m``, ``3h``, ``2d``."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{max(int(seconds), 0)}s"
+
+
+def short(value: int) -> str:
+    """Return a number in at most five characters: ``9,999``, ``12.3K``, ``4.56M``."""
+    if value < 10_000:
+        return count(value)
+    power = min((len(str(value)) - 1) // 3, len(_UNITS))
+    number = value / 1000**power
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{_UNITS[power - 1]}"

@@ -1,1 +1,1 @@
-"""One page that shows the shape of a run."""
+"""A run as one page of HTML: charts and tables, with nothing to fetch and no script."""

@@ -1,0 +1,214 @@
+"""The browser: which screens there are, and the keys that work on all of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.app import App
+from textual.binding import Binding, BindingType
+
+from spool.browse.screen import SpoolScreen
+from spool.look.text import one_line
+from spool.sizes import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spool.browse.export import Form
+    from spool.export import Exported
+    from spool.handle import Spool
+    from spool.model.refs import SegmentRef, StepRef
+
+
+class Browser(App[BaseException]):
+    """The terminal browser of one spool.
+
+    It returns what kept it from opening the spool, if anything did.
+
+    Args:
+        opens: opens the spool; called on a thread, after the first paint.
+        tokenizer: path of a ``tokenizer.json``, for the text of tokens.
+
+    Attributes:
+        tokenizer: the same.
+        place: where the spool is, for headings.
+        faults: what went wrong that is nobody's fault but the browser's.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("b", "storage", "bytes"),
+        Binding("y", "copy", "copy"),
+        Binding("e", "export", "export"),
+        Binding("question_mark", "help", "help", key_display="?"),
+        Binding("q", "leave", "back"),
+        Binding("escape", "leave", "back", show=False),
+        Binding("ctrl+c", "quit", "quit at once", show=False, priority=True),
+        Binding("tab", "app.focus_next", "the next part", show=False),
+        Binding("shift+tab", "app.focus_previous", "the part before", show=False),
+    ]
+
+    def __init__(self, opens: Callable[[], Spool], *, tokenizer: str | None = None) -> None:
+        super().__init__()
+        self._opens = opens
+        self._spool: Spool | None = None
+        self.tokenizer = tokenizer
+        self.place = ""
+        self.faults: list[BaseException] = []
+
+    @property
+    def spool(self) -> Spool:
+        """The open spool; there is none before it is open."""
+        assert self._spool is not None
+        return self._spool
+
+    # -- opening and closing -----------------------------------------------------------------------------------------
+
+    def on_mount(self) -> None:
+        """Show that the spool is being opened."""
+        from spool.browse.opening import OpeningScreen
+
+        self.push_screen(OpeningScreen())
+
+    def open_spool(self) -> Spool:
+        """Open the spool; for a thread."""
+        return self._opens()
+
+    def opened(self, spool: Spool) -> None:
+        """Show the sessions."""
+        from spool.browse.sessions import SessionsScreen
+
+        self._spool = spool
+        self.place = one_line(spool.config.url.removeprefix("file://"))
+        self.switch_screen(SessionsScreen())
+
+    def failed(self, error: BaseException) -> None:
+        """Leave, since there is nothing to show."""
+        self.exit(error)
+
+    def close(self) -> None:
+        """Let the spool go, unless that takes long: a call to a dead storage holds nobody up."""
+        if self._spool is not None:
+            closing = threading.Thread(target=self._spool.close, name="spool-browse-close", daemon=True)
+            closing.start()
+            closing.join(timeout=1.0)
+
+    # -- screens -----------------------------------------------------------------------------------------------------
+
+    def open_sessions_of(self, group_id: str | None) -> None:
+        """Show the sessions of one group, or those of none."""
+        from spool.browse.sessions import SessionsScreen
+
+        if group_id is None:
+            self.push_screen(SessionsScreen("group_id is null", "sessions without a group"))
+            return
+        quoted = group_id.replace("'", "''")
+        self.push_screen(SessionsScreen(f"group_id = '{quoted}'", f"group {one_line(group_id[:100])}"))
+
+    def open_groups(self) -> None:
+        """Show all groups."""
+        from spool.browse.groups import GroupsScreen
+
+        self.push_screen(GroupsScreen())
+
+    def open_session(self, session_id: str) -> None:
+        """Show one session: its steps, its segments, and what was said."""
+        from spool.browse.session import SessionScreen
+
+        self.push_screen(SessionScreen(session_id))
+
+    def open_segment(self, ref: SegmentRef | StepRef) -> None:
+        """Show the tokens of a segment or step."""
+        from spool.browse.segment import SegmentScreen
+
+        self.push_screen(SegmentScreen(ref))
+
+    def open_routing(self, ref: SegmentRef | StepRef, other: SegmentRef | StepRef | None = None) -> None:
+        """Show the routing of a segment or step, beside another's."""
+        from spool.browse.routing import RoutingScreen
+
+        self.push_screen(RoutingScreen(ref, other))
+
+    def open_storage(self, ref: str | None = None) -> None:
+        """Show where bytes are, of the whole spool and of what ``ref`` names."""
+        from spool.browse.storage import StorageScreen
+
+        self.push_screen(StorageScreen(ref))
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    @property
+    def front(self) -> SpoolScreen | None:
+        """The screen in front, where it is one of a spool."""
+        return self.screen if isinstance(self.screen, SpoolScreen) else None
+
+    def action_leave(self) -> None:
+        """Go back to the screen before, or leave."""
+        if len(self.screen_stack) > 2:
+            self.pop_screen()
+        else:
+            self.exit()
+
+    def action_help(self) -> None:
+        """Show the keys of the screen in front."""
+        from spool.browse.help import HelpScreen, bindings_of
+
+        if self.front is not None:
+            self.push_screen(HelpScreen("Keys", bindings_of(self.front.focused or self.front)))
+
+    def action_storage(self) -> None:
+        """Show where the bytes of the thing under the cursor are."""
+        if self.front is not None and self._spool is not None:
+            self.open_storage(self.front.refer())
+
+    def _selected(self) -> tuple[SpoolScreen, list[str]] | None:
+        """Return the screen in front and what is selected there; where that is nothing the screen says so."""
+        screen = self.front
+        if screen is None:
+            return None
+        names = screen.selected()
+        if not names:
+            screen.say("there is no session, step or segment under the cursor")
+        return (screen, names) if names else None
+
+    def action_copy(self) -> None:
+        """Copy the reference of the thing under the cursor, for a terminal that understands OSC 52."""
+        chosen = self._selected()
+        if chosen is not None:
+            screen, text = chosen[0], "\n".join(chosen[1])
+            # a lone surrogate cannot be sent
+            self.copy_to_clipboard(text.encode("utf-8", "backslashreplace").decode())
+            screen.say(f"copied {text if len(text) < 200 else f'{len(text):,} characters'}")
+
+    def action_export(self) -> None:
+        """Ask where to export what is selected."""
+        from spool.browse.export import ExportScreen
+
+        chosen = self._selected()
+        if chosen is None:
+            return
+        screen, names = chosen
+
+        def begin(answer: tuple[str, Form] | None) -> None:
+            if answer is not None:
+                self._export(screen, names, *answer)
+
+        self.push_screen(ExportScreen(names), begin)
+
+    def _export(self, screen: SpoolScreen, names: list[str], path: str, form: Form) -> None:
+        spool = self.spool
+
+        def export() -> Exported:
+            from spool.look.references import find
+
+            refs = [ref for name in names for ref in find(spool, name)]
+            return spool.export(refs, os.path.expanduser(path), form)
+
+        def done(made: Exported) -> None:
+            size = format_size(made.file_bytes or 0)
+            screen.say(f"{made.n_segments} segments of {made.n_sessions} sessions are in {made.path}, {size}")
+
+        screen.say(f"exporting to {path} ...")
+        screen.ask("export", export, done)

@@ -1,0 +1,217 @@
+"""The screen of one session: its tree of steps, the segments of a view, and the conversation of the step in focus."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+
+from spool.browse.conversation import ConversationView
+from spool.browse.lines import Lines
+from spool.browse.screen import SpoolScreen
+from spool.browse.tree import SegmentList, TreeView
+from spool.look.conversation import Messages, step_before
+from spool.look.references import find
+from spool.look.session import look_at
+from spool.look.text import ago, one_line, short
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+    from textual.timer import Timer
+
+    from spool.catalog import SessionRow
+    from spool.look.conversation import Conversation
+    from spool.look.session import SessionView
+    from spool.rollout.views import View
+
+REFRESH_S = 1.0
+SETTLE_S = 0.08
+"""How long the cursor rests on a step before its messages are fetched."""
+
+
+class SessionScreen(SpoolScreen):
+    """One session.
+
+    Args:
+        session_id: the session.
+    """
+
+    DEFAULT_CSS = """
+    SessionScreen #left { width: 45%; min-width: 36; max-width: 64; border-right: solid $panel; }
+    SessionScreen #tree { height: 2fr; }
+    SessionScreen #segments { height: 1fr; min-height: 4; }
+    SessionScreen #conversation { width: 1fr; padding: 0 0 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("v", "view", "view"),
+        Binding("r", "routing", "routing"),
+        Binding("m", "remember", "keep for a comparison of routing", show=False),
+    ]
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__()
+        self._session_id = session_id
+        self._view: View | None = None
+        self._found: SessionView | None = None
+        self._known: SessionRow | None = None
+        self._messages: Messages | None = None
+        self._spoken: int | None = None
+        self._other: str | None = None
+        self._settling: Timer | None = None
+
+    def content(self) -> ComposeResult:
+        """Yield tree and segments, and the conversation beside them."""
+        with Horizontal():
+            with Vertical(id="left"):
+                yield TreeView(id="tree")
+                yield SegmentList(id="segments")
+            yield ConversationView(id="conversation")
+
+    @property
+    def steps(self) -> TreeView:
+        """The tree."""
+        return self.query_one(TreeView)
+
+    @property
+    def segments(self) -> SegmentList:
+        """The segments."""
+        return self.query_one(SegmentList)
+
+    @property
+    def conversation(self) -> ConversationView:
+        """The conversation."""
+        return self.query_one(ConversationView)
+
+    def begin(self) -> None:
+        """Look for the first time, and every second whether something is new."""
+        self._messages = Messages(self.spool)
+        for part in (self.steps, self.segments, self.conversation):
+            part.empty = "looking ..."
+        self.headline(f"{self._session_id[:200]}")
+        self.steps.focus()
+        self._look()
+        self.set_interval(REFRESH_S, self._tick)
+
+    # -- what is shown -----------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        if self.is_current and not self.is_busy:
+            self.ask("row", lambda: self.spool.find_session(self._session_id), self._compared)
+
+    def _compared(self, row: SessionRow | None) -> None:
+        if row is not None and row != self._known:
+            self._look()
+
+    def _look(self) -> None:
+        spool, session_id, view = self.spool, self._session_id, self._view
+        self.ask("session", lambda: look_at(spool, session_id, view), self._seen, self._missing)
+
+    def _seen(self, found: SessionView) -> None:
+        self._found, self._known, self._view = found, found.row, found.view
+        row = self.steps.current
+        self.steps.empty = "no steps"
+        self.steps.show(found.rows, None if row is None else row.step.index)
+        final = ", as finalised" if found.is_final else ""
+        self.segments.show(found.segments, f"{found.view}: {len(found.segments):,} segments{final}")
+        self._bar()
+        self._describe(found.row)
+        if not found.rows:
+            self.conversation.clear("no steps")
+        self._speak()
+
+    def _missing(self, error: BaseException) -> None:
+        if self._found is None:
+            for part in (self.steps, self.segments):
+                part.empty = f"nothing is here: {one_line(str(error).partition(chr(10))[0])}"
+                part.refresh()
+            self.conversation.clear("")
+
+    def _describe(self, row: SessionRow) -> None:
+        reward = "pending" if row.reward is None else f"{row.reward:.4g}"
+        parts = [
+            row.session_id[:60],
+            row.outcome or row.state,
+            f"reward {reward}",
+            f"{short(row.n_steps)} steps",
+            f"{short(row.n_tokens)} tokens",
+            f"{ago(time.time() - row.last_at)} ago",
+        ]
+        parts += [f"group {row.group_id[:40]}"] if row.group_id is not None else []
+        self.headline(" · ".join(parts))
+
+    def _speak(self) -> None:
+        """Fetch the messages of the step under the cursor, once it rests there."""
+        if self._settling is not None:
+            self._settling.stop()
+        self._settling = self.set_timer(SETTLE_S, self._fetch)
+
+    def _fetch(self) -> None:
+        row, messages, found = self.steps.current, self._messages, self._found
+        if row is None or messages is None or found is None or row.step.index == self._spoken:
+            return
+        step, steps = row.step, found.steps
+        self._spoken = step.index
+
+        def fetch() -> Conversation:
+            return messages.conversation(step, step_before(step, steps))
+
+        self.ask("messages", fetch, lambda said: self._said(step.index, said), self._silent)
+
+    def _said(self, index: int, said: Conversation) -> None:
+        self.conversation.show(said, f"step {index} adds")
+
+    def _silent(self, error: BaseException) -> None:
+        self._spoken = None
+        self.conversation.clear(one_line(str(error).partition("\n")[0]))
+
+    def _bar(self) -> None:
+        segment = self.segments.current
+        self.steps.segment = None if segment is None else segment.index
+        self.steps.refresh()
+
+    def on_lines_moved(self, message: Lines.Moved) -> None:
+        """Show what belongs to what is under the cursor now."""
+        if message.lines is self.steps:
+            self._speak()
+        elif message.lines is self.segments:
+            self._bar()
+            segment = self.segments.current
+            if segment is not None and segment.last_step is not None:
+                self.steps.go_to(segment.last_step)
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    def action_view(self) -> None:
+        """Show the segments of the other view."""
+        self._view = "timeline" if self._view == "lineage" else "lineage"
+        self._look()
+
+    def on_lines_chosen(self, message: Lines.Chosen) -> None:
+        """Show the tokens of the step or segment."""
+        message.stop()
+        if (name := self.refer()) is not None:
+            spool = self.spool
+            self.ask("reference", lambda: find(spool, name)[0], self.browser.open_segment)
+
+    def action_routing(self) -> None:
+        """Show the routing of the step or segment under the cursor, beside the one that was kept for it."""
+        name, other, spool = self.refer(), self._other, self.spool
+        if name is not None:
+            names = [name] if other is None or other == name else [name, other]
+            refs = lambda: [find(spool, each)[0] for each in names]  # noqa: E731
+            self.ask("reference", refs, lambda found: self.browser.open_routing(*found))
+
+    def action_remember(self) -> None:
+        """Keep the step or segment under the cursor: the next routing is compared with it."""
+        self._other = self.refer()
+        self.say("" if self._other is None else f"routing is compared with {self._other[:100]} now")
+
+    def refer(self) -> str | None:
+        """Return the segment under the cursor where the segments have the focus, else the step."""
+        if self.segments.has_focus:
+            segment = self.segments.current
+            return None if segment is None else segment.name
+        row = self.steps.current
+        return None if row is None else row.step.ref.id

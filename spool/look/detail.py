@@ -1,0 +1,94 @@
+"""What is known of one reference beyond its lengths: its fields, what of them is missing, and where they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from spool.errors import SpoolError
+from spool.look.places import place_of
+from spool.model.rows import forward_rows
+
+if TYPE_CHECKING:
+    from spool.handle import Spool
+    from spool.model.fields import FieldSpec
+    from spool.model.refs import SegmentRef, StepRef
+
+MOST_GAPS = 100
+"""Gaps of a field that are listed; all are counted."""
+
+
+class FieldDetail(Struct, frozen=True, kw_only=True):
+    """A field of a reference.
+
+    Attributes:
+        kind: stored dtype and inner shape.
+        align: what a row stands for.
+        n_rows: rows that it should have.
+        n_missing: rows that were never sent.
+        gaps: half-open ranges of positions that were never sent, at most `MOST_GAPS`.
+        hot_bytes, cold_bytes: bytes of its rows that are read there.
+    """
+
+    kind: str
+    align: str
+    n_rows: int
+    n_missing: int
+    gaps: tuple[tuple[int, int], ...]
+    hot_bytes: int
+    cold_bytes: int
+
+
+class Detail(Struct, frozen=True, kw_only=True):
+    """What is known of a reference.
+
+    Attributes:
+        fields: by name.
+        problem: why its bytes are not found; None where they are.
+    """
+
+    fields: dict[str, FieldDetail] = {}
+    problem: str | None = None
+
+
+def detail(sp: Spool, ref: StepRef | SegmentRef) -> Detail:
+    """Return what is known of a reference; no payload is read, and what cannot be found is said.
+
+    Raises:
+        SessionStateError: the spool is closed.
+    """
+    sizes: dict[str, dict[str, int]] = {}
+    found = place_of(sp, ref)
+    for place in found.ranges:
+        own = sizes.setdefault(place.field.partition(".")[0], {"hot": 0, "cold": 0})
+        own[place.tier] += place.length
+    try:
+        (covered,) = sp.coverage([ref])
+    except SpoolError as error:
+        return Detail(problem=str(error))
+    fields = {}
+    for name, coverage in covered.items():
+        own = sizes.get(name, {"hot": 0, "cold": 0})
+        fields[name] = FieldDetail(
+            kind=_kind(coverage.spec),
+            align=coverage.spec.align,
+            n_rows=_n_rows(ref, coverage.spec),
+            n_missing=sum(stop - start for start, stop in coverage.gaps),
+            gaps=coverage.gaps[:MOST_GAPS],
+            hot_bytes=own["hot"],
+            cold_bytes=own["cold"],
+        )
+    return Detail(fields=fields, problem=found.error)
+
+
+def _kind(spec: FieldSpec) -> str:
+    return f"{'ragged ' if spec.ragged else ''}{spec.dtype}{list(spec.shape) if spec.shape else ''}"
+
+
+def _n_rows(ref: StepRef | SegmentRef, spec: FieldSpec) -> int:
+    if spec.align == "forward":
+        return forward_rows(ref.units, ref.n_tokens)
+    if spec.align == "response":
+        return ref.response_length
+    return ref.n_tokens if spec.align == "token" else len(getattr(ref, "steps", (0,)))

@@ -1,0 +1,119 @@
+"""Where bytes are: of what a reference names, by field and tier, and what of it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from spool.look.references import find
+
+if TYPE_CHECKING:
+    from spool.handle import Spool
+    from spool.model.refs import SegmentRef, StepRef
+    from spool.read.sample import ByteRange
+
+
+class FieldPlace(Struct, frozen=True, kw_only=True):
+    """One run of bytes in one file.
+
+    Attributes:
+        field: the field.
+        file: path, or URL of an object.
+        tier: ``hot`` or ``cold``.
+        stream: the stream.
+        start, stop: rows of the stream's array.
+        offset, length: bytes of the file.
+    """
+
+    field: str
+    file: str
+    tier: str
+    stream: str
+    start: int
+    stop: int
+    offset: int
+    length: int
+
+
+class Places(Struct, frozen=True, kw_only=True):
+    """Where a reference's bytes are.
+
+    Attributes:
+        ref: its name.
+        ranges: runs of bytes, in the order of fields and rows.
+        gaps: by field the half-open ranges of positions that were never sent.
+        error: why the ranges could not be found, or all of them; None where they could.
+    """
+
+    ref: str
+    ranges: tuple[FieldPlace, ...] = ()
+    gaps: dict[str, tuple[tuple[int, int], ...]] = {}
+    error: str | None = None
+
+
+def places(sp: Spool, text: str, most: int | None = None) -> tuple[list[Places], int]:
+    """Return where the bytes of what a text names are, and of how many references they are left out.
+
+    What is damaged or released says so in its place.
+
+    Args:
+        sp: the spool.
+        text: a name or a reference, see `spool.look.references.named`.
+        most: of so many references at most; of all where None.
+
+    Raises:
+        NotFoundError, ReleasedError: the text names nothing that is there.
+        StorageError: the spool cannot be read.
+    """
+    refs = find(sp, text)
+    found = [place_of(sp, ref) for ref in refs[:most]]
+    return found, len(refs) - len(found)
+
+
+def place_of(sp: Spool, ref: StepRef | SegmentRef) -> Places:
+    """Return where the bytes of one reference are."""
+    from spool.errors import SpoolError
+
+    gaps: dict[str, tuple[tuple[int, int], ...]] = {}
+    try:
+        (covered,) = sp.coverage([ref])
+        gaps = {name: found.gaps for name, found in covered.items() if found.gaps}
+        ranges = tuple(_place(sp, found) for found in joined(sp.locate(ref)))
+    except SpoolError as error:
+        return Places(ref=ref.id, gaps=gaps, error=str(error))
+    return Places(ref=ref.id, ranges=ranges, gaps=gaps)
+
+
+def _place(sp: Spool, found: ByteRange) -> FieldPlace:
+    root = sp.config.root
+    hot = "://" not in found.file and root is not None and found.file.startswith(root)
+    return FieldPlace(
+        field=found.field,
+        file=found.file,
+        tier="hot" if hot else "cold",
+        stream=found.stream,
+        start=found.rows[0],
+        stop=found.rows[1],
+        offset=found.offset,
+        length=found.length,
+    )
+
+
+def joined(ranges: Iterable[ByteRange]) -> Iterable[ByteRange]:
+    """Yield the ranges in their order, with those that go on where the last one ended made one."""
+    last = None
+    for found in ranges:
+        if (
+            last is not None
+            and (last.file, last.field) == (found.file, found.field)
+            and last.offset + last.length == found.offset
+        ):
+            last = last._replace(length=last.length + found.length, rows=(last.rows[0], found.rows[1]))
+            continue
+        if last is not None:
+            yield last
+        last = found
+    if last is not None:
+        yield last

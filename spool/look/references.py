@@ -1,0 +1,101 @@
+"""Names of sessions, steps and segments -> references."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from spool.errors import NotFoundError
+from spool.model.refs import SegmentRef, StepRef, ref_from_json
+
+if TYPE_CHECKING:
+    from spool.handle import Spool
+    from spool.rollout.views import View
+
+Found = StepRef | SegmentRef
+
+_INDEX = re.compile(r"[0-9]{1,18}")
+_VIEWS: tuple[View, ...] = ("lineage", "timeline")
+
+
+def named(sp: Spool, text: str) -> list[Found] | None:
+    """Return the references that a text names, or None where it names nothing here.
+
+    In this order: the session of exactly this id (its final segments, those of ``lineage`` while it lives); a step,
+    ``SESSION:INDEX``; a segment, ``SESSION@VIEW/INDEX``; a reference as JSON.
+
+    Raises:
+        NotFoundError: the session is recorded, and has no such step, view or segment.
+        InputError: it is JSON and not a reference.
+    """
+    if is_session(sp, text):
+        return list(sp.final_segments(text))
+    part = _step(sp, text) or _segment(sp, text)
+    if part:
+        return part
+    return parsed(text) if text.startswith("{") else None
+
+
+def is_session(sp: Spool, text: str) -> bool:
+    """Whether a session of exactly this id is recorded."""
+    return bool(text) and not any("\ud800" <= char <= "\udfff" for char in text) and sp.find_session(text) is not None
+
+
+def parsed(text: str) -> list[Found]:
+    """Read one reference as JSON, or one a line, as ``spool show --ref`` prints them.
+
+    Raises:
+        InputError: it is something else.
+    """
+    lines = [line for line in text.split("\n") if line.strip()]
+    if len(lines) > 1 and all(line.lstrip().startswith('{"type"') for line in lines):
+        return [ref_from_json(line) for line in lines]
+    return [ref_from_json(text)]
+
+
+def _step(sp: Spool, text: str) -> list[Found]:
+    session_id, _, index = text.rpartition(":")
+    if not _INDEX.fullmatch(index) or not is_session(sp, session_id):
+        return []
+    steps = sp.steps(session_id)
+    chosen: list[Found] = [step for step in steps if step.index == int(index)]
+    if not chosen:
+        raise NotFoundError(
+            f"session {session_id!r} has no step {index}; its steps: {_indexes(s.index for s in steps)}"
+        )
+    return chosen
+
+
+def _segment(sp: Spool, text: str) -> list[Found]:
+    session_id, _, rest = text.rpartition("@")
+    name, _, index = rest.partition("/")
+    view = next((view for view in _VIEWS if view == name), None)
+    if view is None and _INDEX.fullmatch(index) and is_session(sp, session_id):
+        raise NotFoundError(f"session {session_id!r} has no view {name!r}; views are {', '.join(_VIEWS)}", ref=text)
+    if view is None or not _INDEX.fullmatch(index) or not is_session(sp, session_id):
+        return []
+    segments = sp.view(session_id, view)
+    chosen: list[Found] = [ref for ref in segments if ref.index == int(index)]
+    if not chosen:
+        shown = _indexes(ref.index for ref in segments)
+        raise NotFoundError(f"session {session_id!r} has no {view} segment {index}; it has {shown}")
+    return chosen
+
+
+def _indexes(found: Iterable[int]) -> str:
+    shown = [str(index) for index in found]
+    return ", ".join(shown[:10]) + (", ..." if len(shown) > 10 else "") if shown else "none"
+
+
+def find(sp: Spool, text: str) -> list[Found]:
+    """Return the references that a text names; see `named`.
+
+    Raises:
+        NotFoundError: it names nothing here.
+        InputError: it is JSON and not a reference.
+    """
+    found = named(sp, text)
+    if found is None:
+        raise NotFoundError(f"no session, step or segment {text!r} in {sp.config.url}", ref=text)
+    return found

@@ -1,0 +1,731 @@
+"""The terminal browser: keys are pressed, and what is on the screen is compared with what was recorded."""
+
+import asyncio
+import os
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from browsing import SHAPE, browsing, ids, session, tree
+from shell import HOSTILE, SCRIPT, environment, run
+
+import spool
+from spool.browse.lines import Lines
+from spool.errors import StorageError
+from spool.testing.rollouts import rollouts
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def many(sp):
+    """30 sessions, s00 the oldest; every third pending, every second of source ``swe``."""
+    for number in range(30):
+        reward = None if number % 3 == 2 else number / 10
+        session(
+            sp, f"s{number:02}", 1 + number % 3, group_id=f"g{number // 5}", sample_index=number % 5, reward=reward,
+            rollout_step=7, source=("swe", "math")[number % 2], outcome="timeout" if number == 4 else "completed",
+        )  # fmt: skip
+    return sp
+
+
+# -- sessions ---------------------------------------------------------------------------------------------------------
+
+
+async def test_sessions_are_listed_newest_first_with_all_their_facts(many, spool_uri):
+    many.release(list(many.segments("session_id = 's03'")))
+    many.discard("s28")
+    async with browsing(spool_uri, size=(200, 40)) as at:
+        assert ids(at) == [f"s{number:02}" for number in reversed(range(30))]
+        heading = at.part("#sessions")[0]
+        for title in ("SESSION", "GROUP", "SAMPLE", "ROLLOUT", "ATTEMPT", "SOURCE", "OUTCOME", "REWARD", "STEPS",
+                      "BRANCHES", "SEGMENTS", "TOKENS", "BYTES", "TIER", "VERSIONS", "AGE", "MARK"):  # fmt: skip
+            assert title in heading
+        assert at.line("s27").split() == [
+            "s27", "completed", "2.7", "1", "5", at.line("s27").split()[5], "g5", "2", "7", "0", "math", "1", "1", "28",
+            "B", "hot", "10",
+        ]  # fmt: skip
+        assert "pending" in at.line("s29")
+        assert "discarded" in at.line("s28")
+        assert "expired" in at.line("s04")
+        assert "released" in at.line("s03")
+        assert "10..12" in at.line("s29")
+        assert "sessions: 30" in at.lines[0]
+
+
+async def test_a_small_terminal_shows_the_columns_that_fit_and_the_others_sideways(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        assert all(len(line) <= 80 for line in at.lines)
+        heading = at.part("#sessions")[0]
+        assert "REWARD" in heading and "VERSIONS" not in heading and "columns →" in at.lines[0]
+        await at.press(*["right"] * 30)
+        assert "VERSIONS" in (heading := at.part("#sessions")[0]) and heading.startswith("SESSION")
+        assert "OUTCOME" not in heading and "← " in at.lines[0]
+        await at.press(*["h"] * 30)
+        assert "OUTCOME" in at.part("#sessions")[0]
+
+
+async def test_keys_of_vi_and_arrows_move_the_cursor_and_the_table(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        table = at.screen.table
+        await at.press("j", "j", "down", "k")
+        assert table.cursor == 2 and at.screen.refer() == "s27"
+        await at.press("G")
+        assert at.screen.refer() == "s00" and "s00" in at.text and "s29" not in at.text
+        await at.press("home")
+        assert at.screen.refer() == "s29" and "s29" in at.text
+        await at.press("pagedown", "ctrl+f")
+        assert table.cursor == 29
+        await at.press("ctrl+u")
+        assert 15 < table.cursor < 29
+
+
+async def test_a_mouse_moves_opens_and_sorts(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        await at.pilot.click("#sessions", offset=(3, 4))
+        await at.settle()
+        assert at.screen.refer() == "s26"
+        await at.pilot.click("#sessions", offset=(at.part("#sessions")[0].index("REWARD"), 0))
+        await at.settle()
+        assert ids(at)[0] == "s28" and "REWARD↓" in at.part("#sessions")[0]
+        await at.pilot.click("#sessions", offset=(3, 2), times=2)
+        await at.settle()
+        assert "s27" in at.lines[0] and at.screen.query("#conversation")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said", "found"),
+    [
+        ("reward > 2.5 and source = 'swe'", "an expression", ["s28"]),
+        ("SWE", "no expression", [f"s{number:02}" for number in range(28, -1, -2)]),
+        ("g5", "no expression", ["s29", "s28", "s27", "s26", "s25"]),
+        ("s0_", "no expression", [f"s{number:02}" for number in range(9, -1, -1)]),
+        ("it's", "no expression", []),
+    ],
+)
+async def test_a_filter_is_an_expression_or_a_text(many, spool_uri, typed, said, found):
+    async with browsing(spool_uri) as at:
+        await at.press("/")
+        await at.type(typed)
+        assert said in at.text
+        assert ids(at) == found[: len(ids(at))] or (not found and "no session matches" in at.text)
+        assert f"sessions: {len(found)}" in at.lines[0]
+        await at.press("enter")
+        assert isinstance(at.app.focused, Lines) and typed in at.text
+        await at.press("/", "escape")
+        assert "sessions: 30" in at.lines[0] and not at.screen.query(".open")
+
+
+async def test_a_wrong_expression_is_explained_while_the_old_rows_stay(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        await at.press("/")
+        at.screen.query_one("Input").value = "rewrd > 1"
+        await at.settle(0.6)
+        assert "mean reward?" in at.text and "^" in at.text
+        assert "sessions: 30" in at.lines[0] and ids(at)[0] == "s29"
+        await at.press(*["backspace"] * 9)
+        await at.type("reward > 2.75")
+        assert ids(at) == ["s28"] and "mean reward?" not in at.text
+
+
+async def test_sorting_by_a_choice_and_the_other_way_round(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        await at.press("s", "down", "down", "down", "enter")
+        assert ids(at)[:3] == ["s28", "s27", "s25"]
+        await at.press("S")
+        assert "REWARD↑" in at.part("#sessions")[0]
+        await at.press("G")
+        assert at.screen.refer() == "s28"
+        await at.press("s", "q")
+        assert at.screen.refer() == "s28"
+
+
+async def test_new_sessions_arrive_and_the_cursor_stays_on_its_session(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        await at.press("j", "j")
+        assert at.screen.refer() == "s27"
+        session(many, "new1")
+        many.annotate("s29", reward=77)
+        await at.until(lambda: "new1" in at.text and "77" in at.line("s29"), "the new session")
+        assert at.screen.refer() == "s27" and at.screen.table.cursor == 3
+        await at.press("G", "p")
+        assert "paused" in at.lines[0]
+        session(many, "new2")
+        await asyncio.sleep(1.5)
+        await at.settle()
+        assert "sessions: 31" in at.lines[0] and at.screen.refer() == "s00"
+        before = at.part("#sessions")
+        await at.press("p")
+        await at.until(lambda: "sessions: 32" in at.lines[0], "the other session")
+        await at.settle()
+        assert at.screen.refer() == "s00"
+        assert [line[:9] for line in at.part("#sessions")] == [line[:9] for line in before]
+
+
+async def test_groups_show_the_spread_of_rewards_and_open(many, spool_uri):
+    session(many, "alone")
+    async with browsing(spool_uri, size=(120, 24)) as at:
+        await at.press("g")
+        assert ids(at, "#groups")[:3] == ["(no", "g5", "g4"]
+        row = at.line("g0")
+        assert row.split()[:6] == ["g0", "5/5", "0.2", "0.1581", "0", "0.4"]
+        assert "●" in row and "━" in row
+        await at.press("down", "enter")
+        assert "group g5: 5" in at.lines[0] and ids(at) == ["s29", "s28", "s27", "s26", "s25"]
+        await at.press("q", "up", "enter")
+        assert "sessions without a group: 1" in at.lines[0] and ids(at) == ["alone"]
+        await at.press("q", "s", "down", "down", "enter")
+        assert ids(at, "#groups")[0] == "g5"
+        await at.press("q")
+        assert "sessions: 31" in at.lines[0]
+
+
+async def test_only_what_is_in_sight_is_fetched_and_made(sp, spool_uri, monkeypatch):
+    for number in range(700):
+        sp.session(f"n{number:03}").append(prompt_token_ids=[1], response_token_ids=[2])
+    fetched, made = [], []
+    rows, row = spool.listing.Listing.rows, spool.browse.table.Table.row
+    monkeypatch.setattr(spool.listing.Listing, "rows", lambda self, a, b: (fetched.append(b - a), rows(self, a, b))[1])
+    monkeypatch.setattr(
+        spool.browse.table.Table, "row", lambda self, number: (made.append(number), row(self, number))[1]
+    )
+    async with browsing(spool_uri) as at:
+        assert max(made) < 25
+        await at.press("G")
+        assert at.screen.refer() == "n000"
+        assert max(fetched) < 450
+        assert not set(made) & set(range(100, 600))
+
+
+# -- one session ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_tree_tells_branches_boundaries_and_retries_by_sign(sp, spool_uri):
+    tree(sp).finalize(outcome="completed")
+    sp.annotate("tree", reward=0.5)
+    async with browsing(spool_uri, size=(160, 48)) as at:
+        await at.press("enter")
+        rows = [line.lstrip("▌ ").split() for line in at.part("#tree")[1:8]]
+        assert [row[:2] for row in rows] == [
+            ["◆", "0"], ["├─✗", "1"], ["●", "2"], ["├─■", "4"], ["●", "3"], ["■", "5"], ["◆", "6"],
+        ]  # fmt: skip
+        assert rows[0][2:] == ["+3", "→2", "v1", "tool_calls"]
+        assert rows[1][2:] == ["+2", "→1", "v1", "retried", "abort"]
+        assert rows[3][2:] == ["+1", "→1", "v2", "length"]
+        assert rows[6][2:] == ["+2", "→1", "v3", "new", "chain", "stop"]
+        assert "completed · reward 0.5 · 7 steps" in at.lines[0]
+
+
+async def test_both_views_give_their_segments(sp, spool_uri):
+    tree(sp).finalize(outcome="completed")
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter")
+        for view, final in (("lineage", True), ("timeline", False)):
+            title, _, *rows = (line for line in at.part("#segments") if line.strip())
+            assert f"{view}: " in title and ("as finalised" in title) == final
+            wanted = sp.view("tree", view)
+            assert [tuple(row.split()[:4]) for row in rows[: len(wanted)]] == [
+                (str(ref.index), str(ref.n_tokens), str(ref.trainable_tokens), str(len(ref.steps))) for ref in wanted
+            ]
+            await at.press("v")
+        assert "lineage: " in at.part("#segments")[0]
+
+
+async def test_the_segment_under_the_cursor_marks_its_steps(sp, spool_uri):
+    tree(sp).finalize(outcome="completed")
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter", "tab")
+        for ref in sp.final_segments("tree"):
+            marked = [line.split()[1] for line in at.part("#tree")[1:8] if line.startswith("▌")]
+            assert sorted(map(int, marked)) == sorted(ref.steps)
+            assert at.screen.refer() == ref.id
+            await at.press("down")
+
+
+async def test_a_session_that_lives_shows_what_it_adds(sp, spool_uri):
+    s = session(sp, "live", 2, outcome=None)
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        assert len([line for line in at.part("#tree")[1:] if line.strip()]) == 2 and "open" in at.lines[0]
+        s.append(prompt_token_ids=[99], response_token_ids=[1], weight_version="13")
+        await at.until(lambda: "v13" in at.text, "the new step")
+        s.finalize(outcome="failed")
+        await at.until(lambda: "failed" in at.lines[0], "the end")
+
+
+async def test_the_conversation_says_what_a_step_adds_with_calls_and_results_folded(sp, spool_uri):
+    tree(sp)
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter")
+        said = at.part("#conversation")
+        assert [line.strip() for line in said[:8]] == [
+            "system", "Be careful.", "user", "Fix [bold]it[/bold].", "assistant thinks", "Hm.", "I look.",
+            '▸ calls bash {"command": "ls\\ncat x", "timeout": 3}',
+        ]  # fmt: skip
+        await at.press("j", "j")
+        said = at.part("#conversation")
+        rule = next(number for number, line in enumerate(said) if "step 2 adds" in line)
+        assert said[rule + 1].strip().startswith("▸ tool bash line 0 line 1") and said[rule + 1].endswith("500 lines")
+        assert said[rule + 2 : rule + 4] == ["assistant", "  Second."]
+        await at.press("tab", "tab", "u")
+        said = at.screen.conversation.text
+        assert "▾ calls bash\n  command:\n  ls\n  cat x\n  timeout: 3\n" in said
+        assert "▾ tool bash\n  line 0\n" in said and "line 29\n  ▼ 470 more lines" in said and "line 30" not in said
+        await at.press("u")
+        assert "▾" not in at.screen.conversation.text
+
+
+async def test_long_output_comes_a_page_at_a_time(sp, spool_uri):
+    tree(sp)
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter", "j", "tab", "tab", "j", "space")
+        view = at.screen.conversation
+        assert view.text.count("  line ") == 30
+        for wanted in (330, 500):
+            at_more = next(number for number, row in enumerate(view._rows) if row.action == "more")
+            view.move_to(at_more)
+            await at.press("enter")
+            assert view.text.count("  line ") == wanted
+            assert view._rows[view.cursor].block == 5
+        assert "▼" not in view.text
+        await at.press("home", "n", "n")
+        assert "assistant" in view._rows[view.cursor].pieces[0][0]
+
+
+async def test_a_chain_of_5000_steps_and_a_tree_of_200_leaves_stay_flat_and_quick(sp, spool_uri, monkeypatch):
+    deep, wide = sp.session("deep"), sp.session("wide")
+    tokens = []
+    for index in range(5000):
+        tokens += [index % 97 + 3, 7]
+        deep.append(prompt_token_ids=tokens, response_token_ids=[11], weight_version=str(index // 500))
+        tokens.append(11)
+    wide.append(prompt_token_ids=[1], response_token_ids=[2])
+    for index in range(200):
+        wide.append(prompt_token_ids=[1, 2, 3 + index], response_token_ids=[4], finish_reason="stop")
+    made = []
+    row = spool.browse.tree.TreeView.row
+    monkeypatch.setattr(
+        spool.browse.tree.TreeView, "row", lambda self, number: (made.append(number), row(self, number))[1]
+    )
+    async with browsing(spool_uri) as at:
+        await at.press("down", "enter")
+        assert "5,000 steps" in at.lines[0]
+        await at.press("end")
+        assert "4999" in at.part("#tree")[-1] and "■" in at.part("#tree")[-1]
+        assert at.part("#tree")[-2].index("4998") == at.part("#tree")[-1].index("4999")
+        assert not set(made) & set(range(100, 4900))
+        await at.press("q", "up", "enter", "end")
+        assert at.part("#tree")[-2].lstrip("▌ ").startswith("├─■ 199")
+        assert at.part("#tree")[-1].lstrip("▌ ").startswith("■ 200")
+
+
+async def test_a_very_long_conversation_is_shown_in_part_and_on_demand(sp, spool_uri):
+    s = sp.session("talk")
+    said = [{"role": "user", "content": f"message {number}"} for number in range(1000)]
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said)
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[2], messages=[*said, {"role": "user", "content": "more"}])
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        view = at.screen.conversation
+        assert "message 299" in view.text and "message 300" not in view.text and "700 later parts" in view.text
+        await at.press("tab", "tab", "end", "enter")
+        assert "message 599" in view.text and "message 600" not in view.text
+        await at.press("tab", "j")
+        assert "step 1 adds" in at.text and "940 earlier parts" in view.text and "  more" in at.text
+        await at.press("tab", "tab", "home", "enter")
+        assert "880 earlier parts" in view.text and "message 880" in view.text
+
+
+# -- hostile content --------------------------------------------------------------------------------------------------
+
+NASTY = (
+    "a\x1b[31mred\x1b]52;c;aGk=\x07 \x00nul \x9b2J \u202eevil\u2066 z\u200bw "
+    "\ud800 [bold]x[/] 日本語 👩‍💻 e\u0301 \r\n\tend"
+)
+
+
+async def test_nothing_that_was_recorded_reaches_the_terminal_as_a_command(sp, spool_uri):
+    text = NASTY.replace("\ud800", "")
+    s = sp.session(f"id {text}"[:200], group_id=text, source=text, metadata={"x": text}, experts=SHAPE)
+    call = {"function": {"name": NASTY, "arguments": NASTY}}
+    said = [
+        {"role": NASTY, "content": NASTY, "name": NASTY},
+        {"role": "tool", "content": "y" * 50_000 + NASTY, "name": NASTY},
+        {"role": "assistant", "content": [{"type": "image", NASTY: NASTY}, NASTY, 7, None],
+         "tool_calls": [call, NASTY, 3]},
+        {"role": "user", "content": {"a": NASTY}},
+    ]  # fmt: skip
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said, finish_reason=text, weight_version=text)
+    s.finalize(outcome="completed")
+    async with browsing(spool_uri, size=(160, 60)) as at:
+
+        def check():
+            assert not any(char in at.text for char in HOSTILE), ascii(at.text)
+            assert "\ud800" not in at.text and "\x1b" not in at.text
+
+        check()
+        assert "\\x1b[31mred" in at.text
+        await at.press("g")
+        check()
+        await at.press("q", "enter")
+        check()
+        await at.press("tab", "tab", "u")
+        for _ in range(6):
+            check()
+            await at.press("pagedown")
+        assert "[bold]x[/]" in at.screen.conversation.text and "日本語" in at.screen.conversation.text
+        await at.press("b")
+        check()
+        await at.press("y", "?")
+        check()
+
+
+async def test_a_session_id_of_1024_bytes_and_a_line_of_a_megabyte(sp, spool_uri):
+    s = sp.session("x" * 1024)
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=[{"role": "user", "content": "é" * (1 << 20)}])
+    async with browsing(spool_uri) as at:
+        assert ids(at)[0] == "x" * 27 + "…"
+        began = time.process_time()
+        await at.press("enter")
+        assert time.process_time() - began < 5
+        assert "1.05M characters" in at.screen.conversation.text
+
+
+# -- storage, copy, export --------------------------------------------------------------------------------------------
+
+
+async def test_storage_says_where_bytes_are_and_which_rows_are_missing(tmp_path):
+    hot, cold = (
+        f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold&hot_bytes=1GiB",
+        f"{tmp_path}/cold",
+    )
+    with spool.open(hot) as sp:
+        s = sp.session("gappy", experts=SHAPE)
+        s.append(
+            prompt_token_ids=list(range(20)), response_token_ids=[1, 2], routed_experts=None, logprobs=[-1.0, -2.0]
+        )
+        session(sp, "other", experts=SHAPE)
+        sp.flush()
+        located = sp.locate(sp.steps("gappy")[0])
+    async with browsing(hot, size=(160, 48)) as at:
+        await at.press("down", "enter", "b")
+        assert "backlog" in at.text and "of 1 GiB" in at.line("room")
+        assert cold in at.line("cold") and f"{tmp_path}/hot" in at.line("  hot  ")
+        assert "BYTES OF gappy:0" in at.text
+        for found in located:
+            row = at.line(f"    {found.field} ")
+            assert f"at {found.offset:,}, {found.length:,} bytes" in row
+            assert found.file.partition("/hot/")[2] in at.text
+        with spool.open(hot) as sp:
+            sp.publish(sp.steps("other"))
+        await at.press("r")
+        assert "0 packs" in at.line("backlog") and "spilled" in at.text
+        await at.press("q", "q")
+        assert "sessions: 2" in at.lines[0]
+    async with browsing(cold) as at:
+        assert ids(at) == ["other", "gappy"]
+        await at.press("enter", "b")
+        assert "none here" in at.line("  hot ") and "evicted" in at.text
+        assert "  cold " in at.line("/token_ids/")
+
+
+async def test_storage_names_gaps(sp, spool_uri):
+    s = sp.session("gap", experts=SHAPE)
+    rows = np.arange(5 * 4 * 2, dtype=np.int32).reshape(5, 4, 2) % 16
+    rows[2] = -1
+    s.append(prompt_token_ids=[1, 2, 3, 4, 5], response_token_ids=[6], routed_experts=rows, routed_experts_start=0)
+    gaps = sp.coverage(sp.steps("gap"))[0]["routed_experts"].gaps
+    assert gaps
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter", "b", "G")
+        assert f"gap {gaps[0][0]}..{gaps[0][1]}: never sent" in at.line("routed_experts      gap")
+
+
+async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked(many, spool_uri, tmp_path):
+    async with browsing(spool_uri) as at:
+        await at.press("j", "y")
+        assert at.app.clipboard == "s28" and "copied s28" in at.text
+        await at.press("enter", "y")
+        assert at.app.clipboard == "s28:0"
+        await at.press("tab", "y")
+        assert at.app.clipboard == "s28@lineage/0"
+        await at.press("q", "space", "space")
+        assert "2 marked" in at.lines[0] and at.text.count("✓") == 2
+        await at.press("y", "e")
+        assert at.app.clipboard == "s27\ns28" and "Export 2 sessions" in at.text
+        for _ in range(2):
+            at.screen.query_one("Input").value = f"{tmp_path}/out"
+            await at.press("enter")
+            if not _:
+                assert "2 segments of 2 sessions are in" in at.text
+                await at.press("e")
+        assert "there is something" in at.text or "input:" in at.text
+        files = [name for _, _, names in os.walk(tmp_path / "out") for name in names]
+        assert any(name.endswith(".parquet") for name in files)
+        await at.press("e")
+        at.screen.query_one("Input").value = f"{tmp_path}/copy"
+        await at.press("tab", "right", "enter", "shift+tab", "enter")
+        await at.until(lambda: os.path.exists(tmp_path / "copy/spool.json"), "the copy")
+    with spool.open(tmp_path / "copy", readonly=True) as copy:
+        assert {row.session_id for row in copy.sessions()} == {"s27", "s28"}
+
+
+async def test_help_lists_the_keys_of_the_screen(many, spool_uri):
+    async with browsing(spool_uri, size=(100, 50)) as at:
+        await at.press("?")
+        for key in ("/", "filter", "space", "mark", "s ", "sort", "^d", "half a page down", "y", "copy", "↑, k"):
+            assert key in at.text
+        await at.press("q", "enter", "?")
+        assert "view" in at.text and "the step that goes on" in at.text and "half a page down" in at.text
+
+
+# -- when things are not as they should be ----------------------------------------------------------------------------
+
+
+async def test_an_empty_spool_says_so_on_every_screen(sp, spool_uri):
+    async with browsing(spool_uri) as at:
+        assert "no sessions yet" in at.text
+        for key in ("enter", "y", "e", "space", "S", "down", "G", "v", "r"):
+            await at.press(key)
+        await at.press("g", "y")
+        assert "no sessions yet" in at.text and "there is no session" in at.text
+        await at.press("enter", "y", "b")
+        assert "none yet" in at.text
+        session(sp, "first")
+        await at.press("q", "q")
+        await at.until(lambda: "first" in at.text, "the first session")
+
+
+async def test_a_session_without_steps_and_one_without_messages(sp, spool_uri):
+    sp.session("silent").append(prompt_token_ids=[1], response_token_ids=[])
+    with spool.open(f"{spool_uri}-2") as other:
+        other.session("x").append(prompt_token_ids=[], response_token_ids=[])
+    for location in (spool_uri, f"{spool_uri}-2"):
+        async with browsing(location) as at:
+            await at.press("enter")
+            assert "no messages were recorded" in at.text
+            await at.press("v", "tab", "enter", "r", "b")
+
+
+async def test_a_discarded_session_is_a_line_not_a_crash(many, spool_uri):
+    many.discard("s29")
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        assert "was discarded" in at.text
+        for key in ("down", "enter", "y", "r", "v", "tab", "b"):
+            await at.press(key)
+        await at.press("q", "q")
+        assert "sessions: 30" in at.lines[0]
+
+
+async def test_a_spool_that_is_removed_while_someone_looks(many, spool_uri, tmp_path):
+    many.close()
+    async with browsing(spool_uri) as at:
+        shutil.rmtree(tmp_path / "spool")
+        await asyncio.sleep(1.3)
+        for key in ("j", "r", "s", "enter", "G", "g", "q", "b", "q", "enter", "j", "tab", "v", "b", "r", "q"):
+            await at.press(key)
+        assert at.app.is_running
+
+
+async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_uri, tmp_path):
+    many.flush()
+    many.close()
+    for folder, _, names in os.walk(tmp_path / "spool" / "streams"):
+        for name in names:
+            if "/c/" in f"{folder}/" or name.endswith(".arrow"):
+                with open(os.path.join(folder, name), "r+b") as file:
+                    file.truncate(os.path.getsize(file.name) // 2)
+    async with browsing(spool_uri) as at:
+        assert ids(at)[0] == "s29"
+        await at.press("enter", "j", "b", "q", "tab", "tab", "u", "b")
+        assert at.app.is_running
+
+
+async def test_a_storage_that_hangs_holds_up_neither_keys_nor_the_exit(many, spool_uri, monkeypatch):
+    gate = threading.Event()
+    async with browsing(spool_uri) as at:
+        monkeypatch.setattr(spool.handle.Spool, "steps", lambda *_: gate.wait(60))
+        await at.pilot.press("enter")
+        await at.pilot.pause(0.2)
+        assert "looking" in at.text
+        began = time.monotonic()
+        await at.pilot.press("q")
+        await at.pilot.pause(0.1)
+        assert "sessions: 30" in at.lines[0]
+        await at.pilot.press("j", "question_mark")
+        assert time.monotonic() - began < 5
+        gate.set()
+        await at.settle()
+
+
+async def test_failures_of_storage_are_told_and_gone_when_it_works_again(many, spool_uri, monkeypatch):
+    async with browsing(spool_uri) as at:
+        real = spool.listing.Listing.refresh
+
+        def fails(self):
+            raise StorageError("the bucket [red]is away[/red]")
+
+        monkeypatch.setattr(spool.listing.Listing, "refresh", fails)
+        await at.until(lambda: "storage: the bucket [red]is away[/red]" in at.text, "the failure")
+        assert ids(at)[0] == "s29"
+        monkeypatch.setattr(spool.listing.Listing, "refresh", real)
+        await at.until(lambda: "is away" not in at.text, "its end")
+
+
+async def test_a_fault_of_the_browser_is_a_line_and_is_remembered(many, spool_uri, monkeypatch):
+    async with browsing(spool_uri) as at:
+        monkeypatch.setattr("spool.browse.session.look_at", lambda *_: 1 / 0)
+        await at.pilot.press("enter")
+        await at.until(lambda: "fault, ZeroDivisionError" in at.text, "the fault")
+        assert isinstance(at.app.faults.pop(), ZeroDivisionError)
+
+
+async def test_a_terminal_may_change_its_size_and_be_tiny(sp, spool_uri):
+    tree(sp)
+    async with browsing(spool_uri) as at:
+        await at.press("enter", "j", "j", "tab", "tab", "u")
+        for size in ((40, 8), (200, 60), (20, 4), (80, 24)):
+            await at.pilot.resize_terminal(*size)
+            await at.settle()
+            assert all(len(line) <= size[0] for line in at.lines) and len(at.lines) == size[1]
+        assert "Second." in at.text or "line 0" in at.text
+
+
+async def test_screens_that_are_left_at_once(many, spool_uri):
+    ref = many.final_segments("s29")[0]
+    async with browsing(spool_uri) as at:
+        app = at.app
+        for number in range(30):
+            app.open_session("s29")
+            (app.open_groups, app.open_storage, lambda: app.open_segment(ref), lambda: app.open_routing(ref))[
+                number % 4
+            ]()
+            await asyncio.sleep(0.01 * (number % 3))
+            app.action_leave()
+            app.action_leave()
+            await asyncio.sleep(0.01 * (number % 5))
+        await at.settle()
+        assert "sessions: 30" in at.lines[0] and len(app.screen_stack) == 2
+
+
+async def test_without_colour_nothing_is_coloured(sp, spool_uri, monkeypatch):
+    tree(sp)
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with browsing(spool_uri) as at:
+        assert at.app.no_color
+        await at.press("enter")
+        colours = {
+            part for strip in at.screen._compositor.render_strips() for part in _colours(strip.apply_filter(
+                at.app._filters[0], at.screen.background_colors[1]))
+        }  # fmt: skip
+        assert colours and all(red == green == blue for red, green, blue in colours)
+
+
+def _colours(strip):
+    for segment in strip:
+        for colour in (segment.style.color, segment.style.bgcolor) if segment.style else ():
+            if colour is not None and colour.triplet is not None:
+                yield tuple(colour.triplet)
+
+
+# -- real runs --------------------------------------------------------------------------------------------------------
+
+
+async def test_real_recorded_runs(sp, spool_uri, shared_data):
+    paths = ["trajectories/harbor-atif/tests/golden", "trajectories/tau-bench", "trajectories/swe-agent"]
+    for path in paths:
+        if (shared_data / path).exists():
+            spool.importers.import_runs(str(shared_data / path), sp)
+    rows = list(sp.sessions())
+    assert len(rows) > 5
+    async with browsing(spool_uri, size=(160, 48)) as at:
+        assert f"sessions: {len(rows)}" in at.lines[0]
+        for _ in range(min(len(rows), 12)):
+            session_id = at.screen.refer()
+            await at.press("enter")
+            steps = sp.steps(session_id)
+            assert len(at.screen.steps.rows) == len(steps)
+            await at.press("end")
+            last = at.screen.steps.current.step
+            wanted = sp.messages(last.ref)
+            assert at.screen.conversation._blocks[-1].message == len(wanted) - 1
+            await at.press("tab", "tab", "u", "end", "v", "q", "down")
+
+
+async def test_synthetic_groups_with_branches_and_rewrites(sp, spool_uri):
+    for step in rollouts(
+        SHAPE, groups=2, samples=2, turns=8, prompt_tokens=40, observation_tokens=20, response_tokens=10
+    ):
+        s = sp.session(**step.session, experts=SHAPE)
+        s.append(**step.append)
+        if step.last:
+            s.finalize(outcome="completed")
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        for row in reversed(list(sp.sessions())):
+            await at.press("enter")
+            shown = at.screen.steps.rows
+            assert sorted(line.step.index for line in shown) == list(range(8))
+            starts = [line.step.index for line in shown if line.kind == "start"]
+            assert starts == [step.index for step in sp.steps(row.session_id) if step.parent is None]
+            await at.press("q", "down")
+
+
+# -- the verb ---------------------------------------------------------------------------------------------------------
+
+
+async def test_the_verb_needs_a_terminal_and_a_spool(tmp_path):
+    assert "browse needs a terminal" in run("browse", f"{tmp_path}", code=2).err
+    assert "LOCATION" in run("browse", code=2).err
+
+
+async def test_the_verb_runs_on_a_terminal_and_leaves_with_the_right_code(many, spool_uri, tmp_path):
+    code, shown = await asyncio.to_thread(_on_terminal, [spool_uri], b"jq", "sessions: 30")
+    assert code == 0 and "s29" in shown
+    code, shown = await asyncio.to_thread(_on_terminal, [f"{tmp_path}/nowhere"], b"", "there is no spool")
+    assert code == 3
+
+
+async def test_without_the_extra_the_verb_says_what_to_install(many, spool_uri, tmp_path):
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide/textual.py").write_text("raise ModuleNotFoundError('no textual', name='textual')")
+    code, shown = await asyncio.to_thread(
+        _on_terminal, [spool_uri], b"", "spool-store[tui]", {"PYTHONPATH": f"{tmp_path}/hide"}
+    )
+    assert code == 2 and "pip install 'spool-store[tui]'" in shown
+
+
+def _on_terminal(arguments, keys, awaited, variables=None):
+    """Run ``spool browse`` on a terminal of its own; press keys once ``awaited`` is shown; return code and output."""
+    import pty
+    import select
+    import signal
+
+    pid, fd = pty.fork()
+    if pid == 0:
+        more = variables or {}
+        path = os.pathsep.join(filter(None, [more.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]))
+        env = {**environment(), **more, "PYTHONPATH": path, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+        os.execve(SCRIPT, [SCRIPT, "browse", *arguments], env)
+    shown, sent, until = b"", False, time.monotonic() + 60
+    try:
+        while time.monotonic() < until:
+            ready, _, _ = select.select([fd], [], [], 0.2)
+            try:
+                part = os.read(fd, 65536) if ready else b""
+            except OSError:
+                break
+            shown += part
+            if not sent and awaited.encode() in shown and keys:
+                sent = True
+                time.sleep(0.3)
+                os.write(fd, keys)
+            if ready and not part:
+                break
+        else:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode("utf-8", "replace")
+    finally:
+        os.close(fd)
