@@ -112,7 +112,9 @@ class Spool:
         path = "" if config.root is None else os.path.join(config.root, "catalog.sqlite")
         self._catalog = Catalog.open(path, readonly=readonly or config.root is None)
         cold = (
-            None if place.objects is None else ColdFeeder(place.objects, self._catalog, self._is_local, self._unspilled)
+            None
+            if place.objects is None
+            else ColdFeeder(place.objects, self._catalog, self._is_local, self._unspilled, spool_id=place.identity.id)
         )
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
         self._feeds = Feeds(self._feeder, cold, local=config.root is not None)

@@ -116,7 +116,7 @@ def test_thousands_of_manifests_are_listed_and_each_is_read_once(objects):
     assert len(read) == len(set(read)) == MANIFESTS + 2
     put_manifest(objects, MANIFESTS)
     feeder.catch_up()
-    assert len(objects.gets()) == 1
+    assert len(objects.gets()) == 2  # and whose root it is
     feeder.catch_up()
     assert objects.gets() == []
     before = catalog.dump()

@@ -22,6 +22,7 @@ from spool import publishing
 from spool.errors import SpoolError, StorageError
 from spool.model.fields import Schema
 from spool.spiller import turns
+from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
 from spool.stores.objects import open_objects
 from spool.stores.remote import RemoteStore
@@ -448,6 +449,61 @@ def test_a_hot_root_that_goes_away_takes_no_more_and_is_not_made_again(tmp_path,
         with spool.open(str(away)) as sp:
             sp.recover()
             assert sp.read(ref)["token_ids"].tolist() == [1, 2]
+
+
+def test_a_root_that_is_replaced_by_a_copy_and_its_copy_lose_nothing(tmp_path):
+    """What is appended before the writer notices goes where its files are, and nothing is taken out of the copy."""
+    root, copy, away = tmp_path / "hot", tmp_path / "copy", tmp_path / "away"
+    sp = spool.open(str(root))
+    record(sp, "early")
+    refs = sp.view("early") + record(sp, "late")
+    wanted = sp.read(refs)
+    shutil.copytree(root, copy)
+    root.rename(away)
+    copy.rename(root)
+    before = {path: path.read_bytes() for path in root.rglob("streams/**/*") if path.is_file()}
+    for n in range(3):
+        with contextlib.suppress(StorageError):
+            record(sp, f"n{n}", n_steps=1, n_response=40_000)
+    with pytest.raises(StorageError, match="open the spool where it is now"):
+        sp.close()
+    assert {path: path.read_bytes() for path in root.rglob("streams/**/*") if path.is_file()} == before
+    for place in (root, away):
+        with spool.open(str(place)) as there:
+            there.recover()
+            assert_same(there.read(refs), wanted)
+            assert not there.verify(deep=True).findings
+
+
+def test_another_spool_s_cold_root_is_not_taken_for_the_own_one(tmp_path, monkeypatch):
+    """Mounted for a while in its place, it is neither read into the index nor written to."""
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    uri = f"file://{tmp_path}/%s?spill=file://{tmp_path}/cold"
+    for name, other in (("theirs", True), ("own", False)):
+        with spool.open(uri % name) as sp:
+            refs = record(sp, "same")
+            sp.publish(refs) if other else sp.flush()
+            if other:
+                sp.discard("same")
+                sp.publish(record(sp, "more"))
+            sp.spill()
+        if other:
+            (tmp_path / "cold").rename(tmp_path / "cold-theirs")
+    (tmp_path / "cold").rename(tmp_path / "cold-own")
+    (tmp_path / "cold-theirs").rename(tmp_path / "cold")
+    before = sorted((tmp_path / "cold").rglob("*"))
+    for readonly in (False, True):
+        with spool.open(uri % "own", readonly=readonly) as sp:
+            assert [row.session_id for row in sp.sessions()] == ["same"]
+            with pytest.raises((StorageError, spool.ConfigError), match=r"another cold root|mounted"):
+                sp.spill()
+    assert sorted((tmp_path / "cold").rglob("*")) == before
+    (tmp_path / "cold").rename(tmp_path / "cold-theirs")
+    (tmp_path / "cold-own").rename(tmp_path / "cold")
+    with spool.open(uri % "own") as sp:
+        assert [(row.session_id, row.state) for row in sp.sessions()] == [("same", "final")]
+        sp.spill()
+        assert sp.read(refs)[0]["token_ids"].size
 
 
 def _but_the_index(root):

@@ -731,10 +731,10 @@ def test_a_tail_that_cannot_be_put_aside_does_no_harm(tmp_path, monkeypatch, cal
     """Whatever is left in its place is gone before the pack is sealed, which looks for the rows in tails."""
     bench, real, failing = Bench(tmp_path, 320, ring_bytes=4 << 20), getattr(os, call), [True]
 
-    def fail(*args):
+    def fail(*args, **kwargs):
         if failing[0] and (call == "ftruncate" or "spare" in str(args[1])):
             raise OSError(28, "full")
-        return real(*args)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(os, call, fail)
     for n in (1000, 4000, 10, 4086):

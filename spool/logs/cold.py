@@ -13,6 +13,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from typing import NamedTuple
 
+import msgspec
+from msgspec import Struct
+
 from spool.catalog import Catalog
 from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats import manifest, records
@@ -107,6 +110,10 @@ def is_fact_stream(stream: str) -> bool:
     return stream.startswith(FACT_STREAM)
 
 
+class _Identity(Struct):
+    id: str
+
+
 class _Read(NamedTuple):
     """An object that was read: a manifest's packs but for ``rivals``, or the events of a fact file."""
 
@@ -126,6 +133,7 @@ class ColdFeeder:
         catalog: what is fed.
         is_local: whether a hot root of the same catalog has files of a pack, which say in what tiers it is.
         unspilled: returns the records of a pack that this hot root has and did not bring over; None where it has none.
+        spool_id: of the spool whose cold root it is; whose it was at the first look where None.
     """
 
     def __init__(
@@ -134,11 +142,14 @@ class ColdFeeder:
         catalog: Catalog,
         is_local: Callable[[str, int], bool] = lambda *_: False,
         unspilled: Callable[[str, int], bytes | None] = lambda *_: None,
+        *,
+        spool_id: str | None = None,
     ) -> None:
         self.objects = objects
         self._catalog = catalog
         self._is_local = is_local
         self._unspilled = unspilled
+        self._spool_id = spool_id
         self._reset()
 
     def _reset(self) -> None:
@@ -148,7 +159,6 @@ class ColdFeeder:
         self._threads = ThreadPoolExecutor(FETCHES, thread_name_prefix="spool-manifests")
         self._sizes: dict[str, Mapping[str, ArraySize]] = {}
         self._looked_at = 0.0
-        self._identity: bytes | None = None
         self._records: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._packs_in: dict[str, tuple[Pack, ...]] = {}
         self._done: dict[Pack, GoneMark] = {}
@@ -207,41 +217,48 @@ class ColdFeeder:
 
     def _look(self) -> bool:
         # what is known is asked for first: another process may take in an object that is put after the listing
-        self._identify()
         seen = self._catalog.packs.seen()
         gone = {found.key: found for found in self.objects.list(GONE)}
         there = {found.key: found for prefix in (MANIFESTS, FACTS) for found in self.objects.list(prefix)}
-        self._forget_buried([key for key in gone if key not in seen])
+        buried = [key for key in gone if key not in seen]
+        new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
+        lost = seen.difference(there, gone)
+        if buried or new or lost:
+            self._check_same_root()
+        self._forget_buried(buried)
         for known in (self._damaged, self._rivals):
             for key in known.keys() - there.keys():
                 del known[key]
-        new = [found for key, found in there.items() if key not in seen and not self._is_damaged(found)]
         whole = True
         # an index that nobody else sees is filled in one go
         with self._catalog.bulk() if self._catalog.in_memory else nullcontext():
             for found, contents in self._fetched(new):
                 whole &= self._take_in(found, contents)
-        if lost := seen.difference(there, gone):
-            self._check_same_root()
+        if lost:
             self._forget_lost(lost)
         return whole
 
-    def _identify(self) -> None:
-        """Note which root this is."""
-        if self._identity is None:
-            self._identity = self._get(IDENTITY)
+    def _identify(self) -> str | None:
+        """Return the id of the spool whose cold root is there; None where there is none, or its file is torn."""
+        try:
+            return msgspec.json.decode(self._get(IDENTITY) or b"", type=_Identity).id
+        except msgspec.DecodeError:
+            return None
 
     def _check_same_root(self) -> None:
-        """Make sure that what is no longer listed was deleted, and is not only out of sight.
+        """Make sure that this is the spool's own cold root, and that what is not listed is not only out of sight.
 
         Raises:
             StorageError: the root is empty, or another one.
         """
-        found = self._get(IDENTITY)
-        if found is None or found != self._identity:
+        found = self._identify()
+        if self._spool_id is None:
+            self._spool_id = found
+        if found is None or found != self._spool_id:
+            now = f"has no {IDENTITY} now" if found is None else f"belongs to spool {found} now"
             raise StorageError(
-                f"{self.objects.url} {'has no' if found is None else 'has another'} {IDENTITY} now: it was emptied, or "
-                "something else is mounted there; nothing is forgotten until what was there is back"
+                f"{self.objects.url} {now}, not to spool {self._spool_id}: it was emptied, or something else is "
+                "mounted there; nothing is taken in or forgotten until what was there is back"
             )
 
     def _is_damaged(self, found: ObjectInfo) -> bool:
@@ -492,7 +509,7 @@ class ColdFeeder:
         key = f"{FACTS}{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(16)}.parquet"
         payloads = [encode_event(event) for event in events]
         data = manifest.encode_facts(payloads)
-        self._identify()
+        self._check_same_root()
         self.objects.put(key, data)
         self._check_same_root()  # else it went to what else is mounted there now
         with self._catalog.bulk():

@@ -64,8 +64,13 @@ def parse_tail(name: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def make_dirs(root: str, path: str) -> None:
+def make_dirs(root: str, path: str, *, dir_fd: int | None = None) -> None:
     """Make a folder and those that lead to it from ``root``. That is not made: it may have been moved or removed.
+
+    Args:
+        root: where to begin.
+        path: the folder.
+        dir_fd: of the folder that the paths are relative to; they are as they stand where None.
 
     Raises:
         OSError: one cannot be made.
@@ -74,7 +79,7 @@ def make_dirs(root: str, path: str) -> None:
     for part in os.path.relpath(path, root).split(os.sep):
         made = f"{made}/{part}"
         with contextlib.suppress(FileExistsError):
-            os.mkdir(made)
+            os.mkdir(made, dir_fd=dir_fd)
 
 
 def aligned_buffer(n_bytes: int) -> memoryview:
@@ -260,7 +265,7 @@ def set_direct(fd: int, *, on: bool) -> bool:
     return on
 
 
-def open_direct(path: str, flags: int, *, root: str, mode: int = 0o644) -> tuple[int, bool]:
+def open_direct(path: str, flags: int, *, root: str, mode: int = 0o644, dir_fd: int | None = None) -> tuple[int, bool]:
     """Open a file for direct I/O, or buffered where its file system refuses that.
 
     Direct I/O is switched on after the open: an open that is refused for it may have created the file.
@@ -270,6 +275,7 @@ def open_direct(path: str, flags: int, *, root: str, mode: int = 0o644) -> tuple
         flags: of ``os.open``, without ``O_DIRECT``; ``O_CLOEXEC`` is added.
         root: the hot root it belongs to; the fallback is logged once for each.
         mode: permissions of a new file.
+        dir_fd: of the folder that the path is relative to.
 
     Returns:
         The descriptor, which the caller closes, and whether it is direct.
@@ -277,7 +283,7 @@ def open_direct(path: str, flags: int, *, root: str, mode: int = 0o644) -> tuple
     Raises:
         OSError: it cannot be opened.
     """
-    fd = os.open(path, flags | os.O_CLOEXEC, mode)
+    fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     try:
         direct = set_direct(fd, on=True)
     except BaseException:

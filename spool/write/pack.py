@@ -53,7 +53,12 @@ class Pack:
             for spec in folder.schema.arrays
         }
         self._tapes = tuple(self.tapes.values())
-        self.log = CommitLog(folder.path, number, sync=sync)
+        try:
+            self.log = CommitLog(folder.path, number, sync=sync)
+        except BaseException:
+            for tape in self._tapes:
+                tape.abandon()
+            raise
         self.opened = time.monotonic()
 
     @property

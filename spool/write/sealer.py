@@ -43,10 +43,14 @@ class Sealer:
         folder: the stream.
         direct: write past the page cache where the file system allows it.
         settle: told of each sealed pack the room that was taken for it, and the bytes of its files.
+        confirm: raises where another folder than the stream's own is at its path by now.
     """
 
-    def __init__(self, folder: Folder, *, direct: bool, settle: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, folder: Folder, *, direct: bool, settle: Callable[[int, int], None], confirm: Callable[[], None]
+    ) -> None:
         self._folder = folder
+        self._confirm = confirm
         self._direct = direct
         self._settle = settle
         self._queue: deque[Finished] = deque()
@@ -80,6 +84,7 @@ class Sealer:
             log.warning("stream %s: a pack waits to be sealed: %s", self._folder.name, error)
 
     def _seal(self, pack: Finished) -> None:
+        self._confirm()
         path = log_path(self._folder.path, pack.number)
         with seal.mapped(path):
             contents = read_log(path)

@@ -116,7 +116,7 @@ class StreamWriter:
         self._rings = make_rings(folder.schema.arrays)
         self._overhead = sum(ring.flush_bytes for ring in self._rings.values())  # tails, later padding and index
         self._grants = Grants(space, folder.name)
-        self._sealer = Sealer(folder, direct=direct, settle=self._grants.settle)
+        self._sealer = Sealer(folder, direct=direct, settle=self._grants.settle, confirm=self._confirm_there)
         self._fill_lock = threading.Lock()
         self._committer = Committer(folder.path, sync=self._sync, on_commit=on_commit)
         self._mover = None if self._sync else Mover()
@@ -278,12 +278,14 @@ class StreamWriter:
 
     def _check_there(self) -> None:
         """Look, once in a while, whether the stream is still where it was made: open files outlive their names."""
-        now = time.monotonic()
-        if now - self._looked_at < LOOK_S:
-            return
+        if time.monotonic() - self._looked_at >= LOOK_S:
+            self._confirm_there()
+
+    def _confirm_there(self) -> None:
+        """Do what `_check_there` is about, however short ago that was done."""
         if self._lock_fd is None or not locks.is_of(self._lock_fd, f"{self._folder.path}/lock"):
             raise moved_away(self._folder.root)
-        self._looked_at = now
+        self._looked_at = time.monotonic()
 
     def _ready(self) -> None:
         """Make sure that there is an open pack to fill."""
@@ -379,6 +381,7 @@ class StreamWriter:
     # -- packs: with the fill lock -------------------------------------------------------------------------------------
 
     def _open_pack(self) -> Pack:
+        self._confirm_there()
         cost = self._overhead + len(LOG_HEADER)
         self._grants.take(cost)
         number, self._next_pack = self._next_pack, self._next_pack + 1  # whatever an interruption leaves of a pack

@@ -29,14 +29,14 @@ from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
 from spool.stores.local import BLOCK, make_dirs, open_direct, parse_tail, pwrite_all, spare_prefix, sync_dir, tail_name
-from spool.write.folder import Folder, unlink_quietly
+from spool.write.folder import Folder
 from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
 
 
 class _Tail(NamedTuple):
     fd: int
-    path: str
+    name: str
 
 
 class _Move:
@@ -82,6 +82,8 @@ class Tape:
         self._row_bytes = spec.row_bytes
         self._spec = spec
         self._array_path = f"{folder.path}/{spec.name}"
+        # names are made and taken in the folder itself: by its path another one may be found, once the root was moved
+        self._dir: int | None = os.open(self._array_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._first_row = pack * folder.layout.shard_rows[spec.name]
         self.limit = folder.layout.shard_rows[spec.name] * spec.row_bytes
         self.filled = self.ready = self.whole = self.kept = 0
@@ -197,11 +199,11 @@ class Tape:
         with contextlib.suppress(OSError):  # sealing finds its way through what is left
             if self._move is not None:
                 self._land(self._move)
-            for _, path in find_tails(self._array_path, self._pack):
-                if self._tail is None or path != self._tail.path:
-                    os.unlink(path)
+            for _, name in tails_in(self._dir, self._pack):
+                if self._tail is None or name != self._tail.name:
+                    os.unlink(name, dir_fd=self._dir)
         for spare in self._spares:
-            unlink_quietly(spare.path)
+            self._unlink_quietly(spare.name)
         self.abandon()
 
     def abandon(self) -> None:
@@ -213,9 +215,10 @@ class Tape:
         for tail in tails:
             if tail is not None:
                 os.close(tail.fd)
-        fd, self._shard = self._shard, None
-        if fd is not None:
-            os.close(fd)
+        for fd in (self._shard, self._dir):
+            if fd is not None:
+                os.close(fd)
+        self._shard = self._dir = None
 
     def _flush(self, stop: int) -> None:
         """Move whole blocks below ``stop`` to the shard file; the next tail comes first, so nothing is ever missing."""
@@ -228,7 +231,7 @@ class Tape:
             os.ftruncate(shard, self._size)
             if tail is not None:
                 os.close(tail.fd)
-                unlink_quietly(tail.path)
+                self._unlink_quietly(tail.name)
             raise
         self._stale, self._tail = self._tail, tail
         self._stale_written = self._written
@@ -298,64 +301,83 @@ class Tape:
             start += len(part)
 
     def _new_tail(self, size: int, stop: int) -> _Tail:
-        path = f"{self._array_path}/{tail_name(self._pack, size)}"
+        name = tail_name(self._pack, size)
         spare = self._spares.pop() if self._spares else self._make_spare()
         try:
             self._copy(spare.fd, size, stop, size)
-            os.rename(spare.path, path)
+            self._rename(spare.name, name)
         except BaseException:
             os.close(spare.fd)
-            unlink_quietly(spare.path)
+            self._unlink_quietly(spare.name)
             raise
         self._new_names = True
-        return _Tail(spare.fd, path)
+        return _Tail(spare.fd, name)
 
     def _make_spare(self) -> _Tail:
+        name = self._spare_name()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        return _Tail(os.open(name, flags, 0o644, dir_fd=self._dir), name)
+
+    def _spare_name(self) -> str:
         self._n_spares += 1
-        path = f"{self._array_path}/{spare_prefix(self._pack)}{self._n_spares}"
-        return _Tail(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644), path)
+        return f"{spare_prefix(self._pack)}{self._n_spares}"
+
+    def _rename(self, name: str, to: str) -> None:
+        os.rename(name, to, src_dir_fd=self._dir, dst_dir_fd=self._dir)
+
+    def _unlink_quietly(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._dir)
 
     def _retire(self, tail: _Tail) -> None:
         """Take a tail out of readers' sight and keep its file, emptied, for the next."""
-        self._n_spares += 1
-        path = f"{self._array_path}/{spare_prefix(self._pack)}{self._n_spares}"
+        name = self._spare_name()
         try:
-            os.rename(tail.path, path)
+            self._rename(tail.name, name)
             os.ftruncate(tail.fd, 0)
         except OSError:  # what is committed stays committed; a tail too many does no harm
             os.close(tail.fd)
-            unlink_quietly(path)
+            self._unlink_quietly(name)
             return
-        self._spares.append(_Tail(tail.fd, path))
+        self._spares.append(_Tail(tail.fd, name))
 
     def _drop_tail(self) -> None:
         tail, self._tail = self._tail, None
         if tail is not None:
             os.close(tail.fd)
-            unlink_quietly(tail.path)
+            self._unlink_quietly(tail.name)
 
     def _open_shard(self) -> int:
         if self._shard is None:
-            path = self._folder.shard_path(self._spec, self._pack)
-            make_dirs(self._array_path, os.path.dirname(path))
-            self._shard, self._direct = open_shard(path, self._folder.root, direct=self._direct)
+            path = os.path.relpath(self._folder.shard_path(self._spec, self._pack), self._array_path)
+            make_dirs(".", os.path.dirname(path), dir_fd=self._dir)
+            self._shard, self._direct = open_shard(path, self._folder.root, direct=self._direct, dir_fd=self._dir)
             self._new_names = True
         return self._shard
 
 
 def find_tails(array_path: str, pack: int) -> list[tuple[int, str]]:
     """Return ``(first byte, path)`` of the tails of a pack that are in an array's folder."""
-    found = ((parse_tail(name), name) for name in os.listdir(array_path))
-    return [(tail[1], f"{array_path}/{name}") for tail, name in found if tail and tail[0] == pack]
+    return [(start, f"{array_path}/{name}") for start, name in tails_in(array_path, pack)]
 
 
-def open_shard(path: str, root: str, *, direct: bool) -> tuple[int, bool]:
+def tails_in(folder: str | int | None, pack: int) -> list[tuple[int, str]]:
+    """Return ``(first byte, name)`` of the tails of a pack that are in an array's folder, or its descriptor."""
+    if folder is None:
+        return []
+    found = ((parse_tail(name), name) for name in os.listdir(folder))
+    return [(tail[1], name) for tail, name in found if tail and tail[0] == pack]
+
+
+def open_shard(path: str, root: str, *, direct: bool, dir_fd: int | None = None) -> tuple[int, bool]:
     """Open a shard file for writing, made where it is not there; return the descriptor and whether it is direct.
+
+    ``path`` is relative to the folder of ``dir_fd``, where that is given.
 
     Raises:
         OSError: it cannot be opened.
     """
     flags = os.O_RDWR | os.O_CREAT
     if direct:
-        return open_direct(path, flags, root=root)
-    return os.open(path, flags | os.O_CLOEXEC, 0o644), False
+        return open_direct(path, flags, root=root, dir_fd=dir_fd)
+    return os.open(path, flags | os.O_CLOEXEC, 0o644, dir_fd=dir_fd), False
