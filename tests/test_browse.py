@@ -114,8 +114,10 @@ async def test_a_filter_is_an_expression_or_a_text(many, spool_uri, typed, said,
         assert f"sessions: {len(found)}" in at.lines[0]
         await at.press("enter")
         assert isinstance(at.app.focused, Lines) and typed in at.text
-        await at.press("/", "escape")
+        await at.press("escape")
         assert "sessions: 30" in at.lines[0] and not at.screen.query(".open")
+        await at.press("escape")
+        assert at.app.is_running
 
 
 async def test_a_wrong_expression_is_explained_while_the_old_rows_stay(many, spool_uri):
