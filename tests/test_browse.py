@@ -8,10 +8,11 @@ import time
 
 import numpy as np
 import pytest
-from browsing import SHAPE, browsing, ids, session, tree
+from browsing import SHAPE, Driven, browsing, ids, session, tree
 from shell import HOSTILE, SCRIPT, environment, run
 
 import spool
+from spool.browse.app import Browser
 from spool.browse.lines import Lines
 from spool.errors import StorageError
 from spool.testing.rollouts import rollouts
@@ -114,8 +115,10 @@ async def test_a_filter_is_an_expression_or_a_text(many, spool_uri, typed, said,
         assert f"sessions: {len(found)}" in at.lines[0]
         await at.press("enter")
         assert isinstance(at.app.focused, Lines) and typed in at.text
-        await at.press("/", "escape")
+        await at.press("escape")
         assert "sessions: 30" in at.lines[0] and not at.screen.query(".open")
+        await at.press("escape")
+        assert at.app.is_running
 
 
 async def test_a_wrong_expression_is_explained_while_the_old_rows_stay(many, spool_uri):
@@ -513,7 +516,7 @@ async def test_a_discarded_session_is_a_line_not_a_crash(many, spool_uri):
     many.discard("s29")
     async with browsing(spool_uri) as at:
         await at.press("enter")
-        assert "was discarded" in at.text
+        assert "nothing is here: session 's29'" in at.text and "discarded" in at.lines[0]
         for key in ("down", "enter", "y", "r", "v", "tab", "b"):
             await at.press(key)
         await at.press("q", "q")
@@ -559,6 +562,25 @@ async def test_a_storage_that_hangs_holds_up_neither_keys_nor_the_exit(many, spo
         assert time.monotonic() - began < 5
         gate.set()
         await at.settle()
+
+
+async def test_the_screen_is_there_before_the_spool_is_and_may_be_left(many, spool_uri):
+    gate = threading.Event()
+    app = Browser(lambda: gate.wait(60) and spool.open(spool_uri, readonly=True, create=False))
+    async with app.run_test() as pilot:
+        await pilot.pause(0.2)
+        assert "opening the spool" in Driven(app, pilot).text
+        await pilot.press("b", "y", "e", "question_mark", "escape", "escape", "q")
+        await pilot.pause(0.1)
+        assert not app.is_running
+    gate.set()
+
+
+async def test_what_keeps_a_spool_from_opening_is_what_the_browser_returns(tmp_path):
+    app = Browser(lambda: spool.open(f"{tmp_path}/none", readonly=True, create=False))
+    async with app.run_test() as pilot:
+        await Driven(app, pilot).until(lambda: not app.is_running, "the end")
+    assert isinstance(app.return_value, spool.NotFoundError)
 
 
 async def test_failures_of_storage_are_told_and_gone_when_it_works_again(many, spool_uri, monkeypatch):

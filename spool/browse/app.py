@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from spool.handle import Spool
     from spool.model.refs import SegmentRef, StepRef
 
+FIRST = 2
+"""Screens in the stack when the first one of the browser is in front: below is one of textual's own."""
+
 
 class Browser(App[BaseException]):
     """The terminal browser of one spool.
@@ -44,7 +47,7 @@ class Browser(App[BaseException]):
         Binding("e", "export", "export"),
         Binding("question_mark", "help", "help", key_display="?"),
         Binding("q", "leave", "back"),
-        Binding("escape", "leave", "back", show=False),
+        Binding("escape", "step_back", "back", show=False),
         Binding("ctrl+c", "quit", "quit at once", show=False, priority=True),
         Binding("tab", "app.focus_next", "the next part", show=False),
         Binding("shift+tab", "app.focus_previous", "the part before", show=False),
@@ -144,9 +147,14 @@ class Browser(App[BaseException]):
         """The screen in front, where it is one of a spool."""
         return self.screen if isinstance(self.screen, SpoolScreen) else None
 
+    def action_step_back(self) -> None:
+        """Go back to the screen before; from the first one there is nowhere to go."""
+        if len(self.screen_stack) > FIRST:
+            self.pop_screen()
+
     def action_leave(self) -> None:
         """Go back to the screen before, or leave."""
-        if len(self.screen_stack) > 2:
+        if len(self.screen_stack) > FIRST:
             self.pop_screen()
         else:
             self.exit()

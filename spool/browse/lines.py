@@ -15,6 +15,8 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from spool.browse.wrapping import folded
+
 if TYPE_CHECKING:
     from textual import events
 
@@ -193,8 +195,8 @@ class Lines(ScrollView, can_focus=True):
             return self._strip(self.fixed(y), width, self.get_component_rich_style("lines--heading"))
         number = self.first + y - self.N_FIXED
         if number >= self.n_rows:
-            said = [(f" {self.empty}", "dim")] if not self.n_rows and y == self.N_FIXED else []
-            return self._strip(said, width, None)
+            said = [] if self.n_rows else list(folded(self.empty, max(width - 2, 1)))
+            return self._strip(((f" {line}", "dim") for line in said[number : number + 1]), width, None)
         over = None
         if number == self.cursor:
             over = self.get_component_rich_style("lines--cursor" if self.has_focus else "lines--unfocused")

@@ -102,6 +102,8 @@ class SessionScreen(SpoolScreen):
 
     def _compared(self, row: SessionRow | None) -> None:
         if row is not None and row != self._known:
+            self._known = row
+            self._describe(row)
             self._look()
 
     def _look(self) -> None:
@@ -124,15 +126,15 @@ class SessionScreen(SpoolScreen):
     def _missing(self, error: BaseException) -> None:
         if self._found is None:
             for part in (self.steps, self.segments):
-                part.empty = f"nothing is here: {one_line(str(error).partition(chr(10))[0])}"
+                part.empty = ""
                 part.refresh()
-            self.conversation.clear("")
+            self.conversation.clear(f"nothing is here: {one_line(str(error).partition(chr(10))[0])}")
 
     def _describe(self, row: SessionRow) -> None:
         reward = "pending" if row.reward is None else f"{row.reward:.4g}"
         parts = [
             row.session_id[:60],
-            row.outcome or row.state,
+            (row.outcome or "") if row.state == "final" else row.state,
             f"reward {reward}",
             f"{short(row.n_steps)} steps",
             f"{short(row.n_tokens)} tokens",

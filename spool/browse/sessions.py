@@ -37,6 +37,7 @@ class SessionsScreen(SpoolScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter"),
+        Binding("escape", "unfilter", "clear the filter, or back", show=False),
         Binding("s", "sort", "sort"),
         Binding("S", "reverse", "reverse the order", show=False),
         Binding("g", "groups", "groups"),
@@ -154,6 +155,13 @@ class SessionsScreen(SpoolScreen):
     def action_filter(self) -> None:
         """Type a filter."""
         self.query_one(FilterBar).begin()
+
+    def action_unfilter(self) -> None:
+        """Take the filter away; where there is none, go back."""
+        if self._typed.kind:
+            self.query_one(FilterBar).action_clear()
+        else:
+            self.browser.action_step_back()
 
     def on_filter_bar_typed(self, message: FilterBar.Typed) -> None:
         """Filter by what was typed."""
