@@ -446,7 +446,14 @@ class Spool:
             InputError: the filter does not parse or has an unknown name, or the order has one.
         """
         self._look(where)
-        return Listing(self._catalog, self._look, where, order, discarded=discarded, limit=limit)
+        return Listing(
+            self._catalog,
+            self._look,
+            where,
+            arguments.names("order", order),
+            discarded=discarded,
+            limit=arguments.optional(arguments.size, "limit", limit),
+        )
 
     def groups(
         self, where: str | None = None, *, order: Sequence[str] = ("-last_at",), limit: int | None = None
@@ -462,7 +469,9 @@ class Spool:
             InputError: the filter does not parse or has an unknown name, or the order has one.
         """
         self._look(where)
-        return self._catalog.groups(where, order, limit)
+        return self._catalog.groups(
+            where, arguments.names("order", order), arguments.optional(arguments.size, "limit", limit)
+        )
 
     def segments(self, where: str | None = None, view: View | None = None) -> Iterator[SegmentRef]:
         """Iterate the segments of finalised sessions, in the order they were finalised, late facts merged in.

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from tools.bench import cold, cold_reads, delivery, encode, reads, replay, scale, spill, writes
+from tools.bench import cold, cold_reads, delivery, encode, look, reads, replay, scale, spill, writes
 from tools.bench.harness import Row
 from tools.bench.peers import TransferQueue
 
@@ -67,6 +67,7 @@ def _rows(root: str, *, quick: bool, only: list[str] | None, routing: str | None
             folder, n_writers=4 if quick else 16, n_sessions=256 if quick else 4096
         ),
         "scale": lambda folder: scale.lookups(folder, runs=runs, n_steps=50_000 if quick else 1_000_000),
+        "browse": lambda folder: look.browsing(folder, n_sessions=20_000 if quick else 1_000_000, runs=3),
     }
     if litdata:
         parts["litdata"] = lambda folder: replay.against_litdata(

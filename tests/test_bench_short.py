@@ -1,4 +1,4 @@
-"""Short forms of the tools that measure the trainer's side."""
+"""Short forms of the tools that measure the trainer's side, and the browser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import spool
-from tools.bench import delivery
+from tools.bench import delivery, look
 from tools.bench.writes import SHAPE, append, make_step
 
 REPOSITORY = Path(__file__).parents[1]
@@ -40,3 +40,9 @@ def test_a_batch_through_a_spool_leaves_the_manager_and_the_object_store_alone(t
     assert objects["object store"] > found["payload_bytes"] > 40e6
     assert ours["object store"] < found["payload_bytes"] / 20
     assert ours["manager"] < objects["manager"] / 2
+
+
+def test_the_browser_is_there_at_once(tmp_path):
+    start, memory = look.browsing(str(tmp_path), n_sessions=2000, runs=1)
+    assert 0.05 < start.ratio < 20  # in a test beside others; the bench itself allows a second
+    assert 20 << 20 < memory.ratio * (256 << 20) < 256 << 20
