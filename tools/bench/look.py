@@ -47,7 +47,7 @@ def browsing(root: str, *, n_sessions: int, runs: int) -> Iterator[Row]:
 
 
 def _start(place: str, awaited: bytes) -> tuple[float, int]:
-    """Start the browser in a terminal of its own; return the seconds until ``awaited`` is shown, and its peak memory."""
+    """Start the browser in a terminal of its own; return the seconds until ``awaited`` is shown, and peak memory."""
     began = time.perf_counter()
     pid, terminal = pty.fork()
     if not pid:
