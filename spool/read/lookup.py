@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from spool.errors import GapError, InputError, NotFoundError
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS
+from spool.model.rows import MOST
 from spool.read.select import Gap, Range, Run, cover, inside_spans, n_steps, positions
-from spool.read.sound import MOST, check_extents, name_of
+from spool.read.sound import check_extents, name_of
 from spool.read.streams import FieldView, Streams, builtin
 
 if TYPE_CHECKING:
