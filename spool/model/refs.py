@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from spool.arguments import integer
 from spool.errors import InputError
 from spool.model.rows import forward_rows, row_at
 
@@ -290,7 +291,7 @@ def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
     Raises:
         InputError: there are fewer tokens, or payload of a field that is not named is inline and nowhere else.
     """
-    if not 0 <= n_tokens <= ref.n_tokens:
+    if not 0 <= integer("n_tokens", n_tokens) <= ref.n_tokens:
         raise InputError(f"{n_tokens} tokens of a reference that has {ref.n_tokens} were asked for", tokens=n_tokens)
     if n_tokens == ref.n_tokens:
         return ref

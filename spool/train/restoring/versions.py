@@ -116,7 +116,7 @@ def check_mask_versions(rule: object) -> None:
     Raises:
         InputError: it is neither a name nor a number of versions.
     """
-    if rule not in ("all", "last") and (not isinstance(rule, int) or isinstance(rule, bool) or rule < 0):
+    if rule not in ("all", "last") and (type(rule) is not int or not 0 <= rule <= _MOST):
         raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
 
 
