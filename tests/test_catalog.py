@@ -141,6 +141,13 @@ def test_a_record_that_nobody_would_take_today_does_not_stop_the_index(catalog):
     assert catalog.session("bad").state == "discarded" and catalog.session("good").n_steps == 1
 
 
+def test_sums_beyond_64_bits_are_bounded_and_do_not_stop_what_is_forgotten(catalog):
+    feed(catalog, [opened("bad"), *(step("bad", index, n_nonfinite=2**62) for index in range(4))])
+    feed(catalog, [step("bad", 4)], pack=1)
+    catalog.forget("s", 1)
+    assert (catalog.session("bad").n_steps, catalog.session("bad").n_nonfinite) == (4, 2**63 - 1)
+
+
 def test_the_events_of_a_session_come_back_without_messages(catalog):
     steps = [step("u", 0, metadata={"k": 1}, versions=()), step("u", 1)]
     ending = final("u", segments=(segment("u"),))

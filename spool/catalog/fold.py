@@ -37,7 +37,8 @@ FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = ? ORDER B
 _LAST = "SELECT slot, event FROM events WHERE sid = ? AND slot >= 0 AND live = 1 ORDER BY slot DESC LIMIT 1"
 _SUMS = """
 UPDATE sessions SET (n_steps, n_tokens, n_generated, n_nonfinite) =
-    (SELECT count(*), ifnull(sum(n_new), 0), ifnull(sum(n_generated), 0), ifnull(sum(n_nonfinite), 0)
+    (SELECT count(*), CAST(total(n_new) AS INTEGER), CAST(total(n_generated) AS INTEGER),
+         CAST(total(n_nonfinite) AS INTEGER)
      FROM events WHERE sid = ?1 AND slot >= 0 AND live = 1),
     last_at = (SELECT max(at) FROM events WHERE sid = ?1 AND slot >= ?2),
     discarded_at = (SELECT min(at) FROM events WHERE sid = ?1 AND slot = ?3) WHERE sid = ?1"""

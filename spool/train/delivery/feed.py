@@ -181,8 +181,8 @@ class Feed:
             self._check_held()
             began = time.monotonic()
             found = self._wait()
-            waited = time.monotonic() - began
-            self._stats = msgspec.structs.replace(self._stats, waited_s=self._stats.waited_s + waited)
+            waited_s = self._stats.waited_s + time.monotonic() - began
+            self._stats = msgspec.structs.replace(self._stats, waited_s=waited_s)
             if isinstance(found, Failure):
                 raise found.error()
             self._next = found
@@ -212,11 +212,7 @@ class Feed:
         )
 
     def _wait(self) -> _Staged | Failure | End:
-        """Return what comes in next.
-
-        Raises:
-            RankError: nothing came for too long: see `Waiting.check`.
-        """
+        """Return what comes in next; raise what `Waiting.check` does where that takes too long."""
         self._waiting.begin(time.monotonic())
         while True:
             try:

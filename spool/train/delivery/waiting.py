@@ -114,7 +114,8 @@ class Waiting:
         if now - self._joined >= self._welcome_s:
             raise RankError(
                 f"the process that reads for this feed did not let this rank in for {now - self._joined:.0f} s: it "
-                "stands still, or starts slowly; see the log of the rank that started it, or raise join_timeout_s="
+                "stands still, or starts slowly; see the log of the rank that started it, end the process that it "
+                "started (python -m spool.train.delivery), or raise join_timeout_s="
             )
 
     def _state(self, silent: float) -> str:
@@ -122,7 +123,7 @@ class Waiting:
         if silent >= min(STILL_S, self._timeout_s):
             return (
                 f"{who} says nothing since {silent:.0f} s: it stands still, or its machine does; see the log of the "
-                "rank that started it, and connect anew"
+                "rank that started it, end it (kill -9), and connect anew"
             )
         if self._said:
             return f"{who} waits for {self._said}; see what that rank does, or raise timeout_s="
