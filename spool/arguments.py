@@ -99,10 +99,10 @@ def size(name: str, value: object, *, least: int = 0) -> int:
     """Return the bytes of ``value``: a number of them, or a text such as ``256MiB``.
 
     Raises:
-        InputError: it is neither, or fewer than ``least``.
+        InputError: it is neither, fewer than ``least``, or more than 63 bits count.
     """
-    if isinstance(value, bool) or not isinstance(value, int | str) or parse_size(value) < least:
-        raise refused(name, f"a size, as 256MiB, at least {least}", value)
+    if isinstance(value, bool) or not isinstance(value, int | str) or not least <= parse_size(value) < 1 << 63:
+        raise refused(name, f"a size, as 256MiB, at least {least} and less than 8 EiB", value)
     return parse_size(value)
 
 

@@ -258,8 +258,9 @@ class Spool:
         """Store a multimodal unit (an image, a group of video frames) once, and return its key for ``append(units=)``.
 
         The key follows from dtype, shape and values. Whoever puts an equal array, in whichever process and on whichever
-        node, gets the same key; where it is stored already nothing is written, and its age begins anew, as it does when
-        an append names it. It is there whole or not at all, and with ``durability=disk`` outlives a power cut.
+        node, gets the same key; where it is stored already it is compared, and written only where the file is damaged.
+        Its age begins anew, as it does when an append names it. It is there whole or not at all, and with
+        ``durability=disk`` outlives a power cut.
 
         Args:
             array: a numpy or torch array of any shape: bool, integers, floats of 8 to 64 bits. It is read until this

@@ -15,11 +15,13 @@ import xxhash
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from spool.arguments import MAX_TEXT_BYTES
 from spool.errors import InputError, PayloadError
 from spool.formats import arrays, experts, messages, values
 from spool.formats.masks import pack_cleared
 from spool.model.fields import LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Layout, Schema, numpy_dtype
 from spool.model.refs import StepRef, Unit, VersionSpan
+from spool.model.rows import MOST
 from spool.rollout.coverage import Range
 from spool.write.stream import Rows
 
@@ -195,6 +197,11 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
     units = _units(step.units, n_prompt, what)
     n_rows = n_tokens + sum(unit.n_rows - 1 for unit in units)
+    if n_rows >= MOST:
+        raise InputError(
+            f"{what} has {n_rows} rows, {n_tokens} tokens and what its units expand to: a step has fewer than {MOST}",
+            step=what, got=n_rows,
+        )  # fmt: skip
     sources: dict[str, Source] = {}
     if n_tokens:
         parts = ((0, prompt), (n_prompt, response))
@@ -222,7 +229,7 @@ def take(schema: Schema, step: StepInput, *, prefer: str, what: str) -> Intake:
         response=response,
         n_rows=n_rows,
         sources={name: source for name, source in sources.items() if name in schema and source.pieces},
-        versions=versions or _chunk_versions(step.routed_experts, (n_prompt, n_tokens, n_rows)),
+        versions=versions or _chunk_versions(step.routed_experts, (n_prompt, n_tokens, n_rows), what),
         units=units,
         n_nonfinite=n_nonfinite,
         messages=_messages(step.messages, what),
@@ -365,15 +372,16 @@ def _ragged(spec: FieldSpec, value: Any, first: int, count: int, what: str) -> S
 def _units(units: Sequence[Any], n_prompt: int, what: str) -> tuple[Unit, ...]:
     try:
         named = [Unit(str(key), int(at), int(n)) for key, at, n in units]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"units of {what} must be (key, position, n_rows) each, got {units!r}") from error
     if not named:
         return ()
     placed = tuple(sorted(named, key=lambda unit: unit.position))
     for unit in placed:
-        if not 0 <= unit.position < n_prompt or unit.n_rows < 1 or not unit.key:
+        if not 0 <= unit.position < n_prompt or not 1 <= unit.n_rows < MOST or not unit.key:
             raise InputError(
-                f"{unit} of {what} must lie in the prompt's {n_prompt} tokens and expand to at least one row"
+                f"unit {unit.key!r:.80} of {what} must lie in the prompt's {n_prompt} tokens and expand to at least "
+                f"one row, and fewer than {MOST}"
             )
     if len({unit.position for unit in placed}) < len(placed):
         raise InputError(f"two units of {what} share a token: {placed}")
@@ -385,15 +393,31 @@ def _versions(given: Any, n_prompt: int, n_tokens: int, what: str) -> tuple[Vers
     if given is None:
         return ()
     if isinstance(given, str | int) and not isinstance(given, bool):
-        return (VersionSpan(str(given), n_prompt, n_tokens),) if n_tokens > n_prompt else ()
+        return (VersionSpan(_version(given, what), n_prompt, n_tokens),) if n_tokens > n_prompt else ()
     try:
-        spans = [(str(v), operator.index(start), operator.index(stop)) for v, start, stop in given if v is not None]
+        named = [(v, operator.index(start), operator.index(stop)) for v, start, stop in given if v is not None]
     except (TypeError, ValueError) as error:
         raise InputError(
             f"weight_version of {what} must be one version, or (version, start, stop) spans, got {given!r:.80}"
         ) from error
+    spans = [(_version(v, what), start, stop) for v, start, stop in named]
     _check_tiling(spans, n_tokens - n_prompt, what)
     return tuple(VersionSpan(v, n_prompt + start, n_prompt + stop) for v, start, stop in spans if stop > start)
+
+
+def _version(given: Any, what: str) -> str:
+    """Return a weight version as text, which an index takes as it is."""
+    try:
+        found = str(given)
+    except ValueError:  # Python writes no number with thousands of digits
+        found = "0" * (MAX_TEXT_BYTES + 1)
+    if len(found.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
+        raise InputError(
+            f"weight_version of {what} must be at most {MAX_TEXT_BYTES} bytes of text, got {found[:40]!r}...: "
+            "a step's number, or a hash, is enough",
+            argument="weight_version",
+        )
+    return found
 
 
 def _check_tiling(spans: Sequence[tuple[str, int, int]], n: int, what: str) -> None:
@@ -420,7 +444,7 @@ def _check_tiling(spans: Sequence[tuple[str, int, int]], n: int, what: str) -> N
     )  # fmt: skip
 
 
-def _chunk_versions(payload: Any, lengths: tuple[int, int, int]) -> tuple[VersionSpan, ...]:
+def _chunk_versions(payload: Any, lengths: tuple[int, int, int], what: str) -> tuple[VersionSpan, ...]:
     """Return the versions that chunks imply: row p generated the token behind it, the earliest chunk first."""
     if not _is_chunks(payload) or any(chunk.weight_version is None for chunk in payload):
         return ()
@@ -432,7 +456,7 @@ def _chunk_versions(payload: Any, lengths: tuple[int, int, int]) -> tuple[Versio
         rows_end = chunk.start + len(chunk.rows)
         stop = n_tokens if after is None else min(rows_end, after.start) + 1 - expanded
         if stop > at:
-            spans.append(VersionSpan(str(chunk.weight_version), at, min(stop, n_tokens)))
+            spans.append(VersionSpan(_version(chunk.weight_version, what), at, min(stop, n_tokens)))
             at = stop
     return tuple(spans)
 

@@ -100,14 +100,15 @@ class Session:
             routed_experts: ``[rows, num_layers, topk]`` integers, or a list of `Chunk`. With T = p + r (units expanded)
                 there are T-1 rows, or those from ``routed_experts_start`` on; T rows are taken without the last.
             routed_experts_start: token whose forward row 0 is.
-            weight_version: one version, or ``(version, start, stop)`` spans over the response tokens.
+            weight_version: one version, of at most 1,024 bytes, or ``(version, start, stop)`` spans over the response
+                tokens.
             messages: the full list of chat messages, JSON-able; stored as a delta to the parent's list.
             tools: tool schemas, JSON-able; stored once by content.
             finish_reason: as the engine gave it.
             step_id: makes the append idempotent: again with equal content it returns the same reference.
             parent: a step id, index or reference, where the parent shall not be found by tokens.
             units: ``(key, position, n_rows)`` of every multimodal placeholder in the prompt. Keys are those that
-                ``put_unit`` returned, or your own, of which Spool stores nothing.
+                ``put_unit`` returned, or your own, of which Spool stores nothing. A step has fewer than 2**31 rows.
             fields: mapping of the names of the user's own fields to arrays.
             metadata: JSON-able mapping of facts about the step.
 

@@ -71,8 +71,8 @@ class Units:
     def _store(self, unit: Encoded) -> None:
         hot, sync = self._hot, self._config.durability == "disk"
         assert hot is not None
-        here = hot.info(unit.key) if hot.touch(unit.key) else None
-        if here is not None and here.size == unit.size:
+        parts = (unit.head, unit.body)
+        if hot.touch(unit.key) and hot.holds(unit.key, parts):
             with suppress(NotFoundError):  # it was evicted just now
                 if sync:  # who stored it may have been content with less
                     hot.make_durable(unit.key)
@@ -82,7 +82,7 @@ class Units:
             if not room.reserve(ACCOUNT, n_bytes):
                 raise self._refused(n_bytes)
             try:
-                stored = hot.store(unit.key, (unit.head, unit.body), sync=sync, direct=self._config.direct)
+                stored = hot.store(unit.key, parts, sync=sync, direct=self._config.direct)
             finally:
                 if not stored:
                     room.settle(ACCOUNT, n_bytes)

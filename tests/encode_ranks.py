@@ -142,6 +142,11 @@ def have_no_encoder(rank):
     encode_once(None if rank == 0 else Encoder(), units, load=Store(refs).load, timeout_s=60)
 
 
+def load_nothing(rank):
+    refs, _, units = made("dp")
+    encode_once(Encoder(), units, load=Store(refs).load if rank else lambda keys: None, timeout_s=60)
+
+
 def plan_differently(rank):
     refs, planned, units = made("dp")
     if rank == 2:
@@ -184,8 +189,8 @@ def be_too_few(rank):
 FAILING = {
     function.__name__: function
     for function in (
-        fail_to_encode, have_no_encoder, plan_differently, encode_to_other_kinds, take_other_kinds, forget_a_gradient,
-        ask_where_nothing_is, be_too_few,
+        fail_to_encode, have_no_encoder, load_nothing, plan_differently, encode_to_other_kinds, take_other_kinds,
+        forget_a_gradient, ask_where_nothing_is, be_too_few,
     )
 }  # fmt: skip
 

@@ -37,7 +37,7 @@ from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
 from spool.model.fields import ArraySize
-from spool.model.refs import Extent
+from spool.model.refs import Extent, VersionSpan
 
 FORK = multiprocessing.get_context("fork")
 
@@ -126,6 +126,26 @@ def test_a_session_from_opening_to_end(catalog):
     )
     assert list(catalog.segments()) == list(segments)
     assert catalog.session("v") is None
+
+
+def test_a_record_that_nobody_would_take_today_does_not_stop_the_index(catalog):
+    digits, rows = ("9" * 4301, "8" * 5000), 2**63
+    spans = tuple(VersionSpan(name, 10, 15) for name in digits)
+    huge = msgspec.structs.replace(segment("bad", versions=digits), n_rows=rows)
+    fresh, again = step("bad", 0, versions=spans, n_nonfinite=rows), step("bad", 1, versions=spans, n_nonfinite=rows)
+    feed(catalog, [opened("good"), step("good", 0), final("good"), opened("bad"), fresh, again])
+    feed(catalog, [final("bad", segments=(huge,)), final("bad", 10.0, segments=(huge,))], pack=1)
+    assert {ref.session_id for ref in catalog.segments()} == {"good", "bad"}
+    assert huge.version_span == digits and list(catalog.segments("n_rows > 1000000")) == [huge]
+    feed(catalog, [StepDiscarded("bad", 1, 11.0), SessionDiscarded("bad", 12.0)], pack=2)
+    assert catalog.session("bad").state == "discarded" and catalog.session("good").n_steps == 1
+
+
+def test_sums_beyond_64_bits_are_bounded_and_do_not_stop_what_is_forgotten(catalog):
+    feed(catalog, [opened("bad"), *(step("bad", index, n_nonfinite=2**62) for index in range(4))])
+    feed(catalog, [step("bad", 4)], pack=1)
+    catalog.forget("s", 1)
+    assert (catalog.session("bad").n_steps, catalog.session("bad").n_nonfinite) == (4, 2**63 - 1)
 
 
 def test_the_events_of_a_session_come_back_without_messages(catalog):

@@ -657,9 +657,9 @@ def test_demo_notices_a_wrong_value(tmp_path, monkeypatch, capsys):
 
 
 def test_advice_is_in_the_words_of_the_command_line(some, tmp_path):
-    for args in (("cat", some, "gap:1", "--field", "routed_experts"), ("cat", some, "plain", "--field", "nope")):
-        said = run(*args, code=None).err
-        assert "--missing NUMBER" in said and "missing=" not in said and "fields=" not in said, said
+    for field, of, advice in (("routed_experts", "gap:1", "--missing NUMBER"), ("nope", "plain", "--field")):
+        said = run("cat", some, of, "--field", field, code=None).err
+        assert advice in said and "missing=" not in said and "fields=" not in said, said
     said = run("cat", some, "plain", "-o", tmp_path / "no/such/folder", code=4).err
     assert "cannot write" in said and "Errno" not in said
     assert "views are lineage, timeline" in run("show", some, "plain@lineages/0", code=3).err

@@ -142,7 +142,10 @@ def test_a_write_that_can_never_fit_does_not_wait(open_spool):
 POISON = [
     {"finish_reason": {"type": "stop"}}, {"finish_reason": 5}, {"step_id": 7}, {"step_id": b"x"}, {"parent": True},
     {"metadata": 5}, {"metadata": {1: 2}}, {"fields": 5}, {"routed_experts_start": "0"}, {"weight_version": [("a", 0)]},
-    {"weight_version": [(None, 0, 1)]}, {"weight_version": [("a", 0.5, 1)]},
+    {"weight_version": [(None, 0, 1)]}, {"weight_version": [("a", 0.5, 1)]}, {"weight_version": "9" * 4301},
+    {"weight_version": 10**5000}, {"weight_version": [("9" * 1025, 0, 1)]}, {"units": [("k", 0, 2**31)]},
+    {"units": [("k", 0, 2**63)]}, {"units": [("k", 0, 10**5000)]}, {"units": [("k", 0, float("inf"))]},
+    {"units": [("k", 0, 2**30), ("l", 1, 2**30)]},
 ]  # fmt: skip
 
 

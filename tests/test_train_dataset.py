@@ -827,6 +827,10 @@ def test_states_of_something_else_are_refused(hot):
         ("x", "state must be what state_dict"),
         ({**state, "position": -1}, "this is not what state_dict"),
         ({"epoch": 1}, "this is not what state_dict"),
+        ({**state, "position": 10**9}, "the state is behind batch 1000000000, and epoch 0 has "),
+        ({**state, "epoch": 10**30}, "this is not what state_dict"),
+        ({**state, "world_size": 0}, "this is not what state_dict"),
+        ({**state, "n_workers": 0}, "this is not what state_dict"),
         ({**state, "rules": {**state["rules"], "seed": 9}}, "batches with seed=9, here 0: make these with the same"),
         ({**state, "worker": 1, "n_workers": 2}, r"state of worker 1 of 2.*go on from the state of the last batch"),
     ]:

@@ -346,6 +346,8 @@ def test_batches_must_be_of_one_width():
         ({"load": None}, "load must be a function of keys"),
         ({"load": lambda keys: []}, r"load\(\) gave 0 arrays for 3 keys"),
         ({"load": lambda keys: dict.fromkeys(keys)}, r"load\(\) gave a mapping"),
+        ({"load": lambda keys: None}, r"load\(\) gave NoneType: it must give a list of arrays"),
+        ({"load": lambda keys: [[1.0]] * len(keys)}, r"load\(\) gave list for a key: it must give numpy arrays"),
         ({"max_rows": 0}, "max_rows must be at least 1"),
         ({"max_rows": "1"}, "max_rows must be an integer"),
         ({"like": 6}, "like must be a tensor"),
@@ -382,7 +384,10 @@ def test_what_is_called_at_the_wrong_time_is_refused():
     train(once, planned, Place(), Backbone())
     with pytest.raises(InputError, match="missing must be one of"):
         once.backward(missing="skip")
-    once.backward()
+    for odd in ("x", None, True, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="scale must be a finite number"):
+            once.backward(scale=odd)
+    once.backward(scale=np.float32(1))
     with pytest.raises(InputError, match=r"^backward after EncodeOnce.backward\(\)"):
         once.backward()
     with pytest.raises(InputError, match="features after"):
@@ -521,6 +526,7 @@ def test_only_what_is_needed_travels(over_processes, name):
     [
         ("fail_to_encode", ["failed on ranks [1]", "unit 'z', which stands for 11 rows", "failed on ranks [1]"]),
         ("have_no_encoder", ["has no encoder: pass it", "failed on ranks [0]", "failed on ranks [0]"]),
+        ("load_nothing", ["load() gave NoneType: it must give a list", "failed on ranks [0]", "failed on ranks [0]"]),
         ("plan_differently", ["ranks [2] have another plan", "ranks [2] have", "ranks [0, 1, 3] have another plan"]),
         ("encode_to_other_kinds", ["on some ranks trained, on others frozen"] * 3),
         ("take_other_kinds", ["6 wide of torch.float64 and like= asks for 6 wide of torch.float32"] * 4),

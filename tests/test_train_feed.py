@@ -32,7 +32,7 @@ from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
 from spool.train.delivery.join import digest_of
 from spool.train.delivery.link import SocketLink
-from spool.train.delivery.messages import End, Planned, Ready
+from spool.train.delivery.messages import End, Planned, Pulse, Ready, Released
 from spool.train.delivery.reorganiser import Reorganiser
 from spool.train.delivery.work import Settings, work_of
 
@@ -620,6 +620,11 @@ def test_arguments_are_checked_where_they_come_in(open_spool):
         ({"pad_token_id": 1 << 40}, "pad_token_id must be"),
         ({"framework": "torch", "device": "cuda:0"}, "device must be one that this torch can use"),
         ({"fields": "token_ids"}, "list of names"),
+        ({"mask_versions": 10**30}, "mask_versions must be"),
+        ({"memory_bytes": 10**30}, "memory_bytes must be a size, .*less than 8 EiB"),
+        ({"memory_bytes": "100000EiB"}, "is not a size|less than 8 EiB"),
+        ({"chunk": -1}, r"chunk must be in \[0, 1\)"),
+        ({"chunk": None}, "chunk must be an integer"),
     ]:
         with pytest.raises((InputError, ConfigError), match=words):
             train.connect(uri, Mesh(), 0, **{"framework": "numpy", **options})
@@ -627,6 +632,9 @@ def test_arguments_are_checked_where_they_come_in(open_spool):
         train.connect(uri, Mesh(), 1, framework="numpy")
     with pytest.raises(InputError, match="mesh must be a Mesh"):
         train.connect(uri, None, 0, framework="numpy")
+    for place, words in [(Place(dp=5, cp=5), "is not on this mesh: dp is 1"), (Place(tp="a"), "tp must be an integer")]:
+        with pytest.raises(InputError, match=words):
+            train.connect(uri, Mesh(), place, framework="numpy")
 
 
 def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
@@ -668,6 +676,7 @@ def test_what_is_wrong_with_reading_reaches_every_rank(open_spool, options, kind
 
     for error in ranks(sp.config.uri, mesh, consume, **options):
         assert type(error) is kind and words in str(error)
+        assert "missing=<number>" not in str(error)  # which no feed takes
 
 
 def test_memory_that_is_not_there_is_said_before_it_is_used(recorded, monkeypatch):
@@ -700,6 +709,55 @@ def test_sealed_memory_cannot_be_cut_or_changed():
     os.close(fd)
 
 
+def in_child(body):
+    """Return what ``body`` says in a forked child."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            os.write(write, str(body()).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        return said.read().decode()
+
+
+def test_memory_that_a_limit_of_the_process_forbids_says_what_there_is_and_what_to_do():
+    def body():
+        with open("/proc/self/statm", encoding="ascii") as file:
+            taken = int(file.read().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20),) * 2)
+        fd = memory.create(256 << 20)
+        for attempt in (lambda: memory.private(256 << 20), lambda: memory.writing(fd, 256 << 20)):
+            try:
+                attempt()
+            except CapacityError as error:
+                assert 0 < error.details["free"] <= 64 << 20 and error.details["need"] == 256 << 20
+                said = str(error)
+        return said
+
+    assert "needs 256 MiB of memory, and this process (Cannot allocate memory; its limits, ulimit -v" in in_child(body)
+    for error in (
+        MemoryError("no room"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+    ):
+        found = memory.ran_out(error)
+        assert isinstance(found, CapacityError) and "plan smaller micro-batches" in str(found) and found.details["free"]
+    assert memory.ran_out(OSError(5, "EIO")) is None and memory.ran_out(RuntimeError("x")) is None
+
+
+def test_what_cannot_be_said_is_an_error_of_who_says_it():
+    link, other = (SocketLink(each) for each in socket.socketpair())
+    with pytest.raises(OverflowError):
+        link.send(Released(1 << 70))
+    link.send(Released(5))
+    assert other.receive()[0] == Released(5)
+    for each in (link, other):
+        each.close()
+
+
 class Ends:
     """A link that keeps what is sent."""
 
@@ -725,6 +783,38 @@ def test_memory_of_earlier_micro_batches_does_not_lack_for_the_next_mini_batch()
     assert serving._room(120) == memory.Room(160, "here")
     serving._group.released(rank, 0)
     assert serving._room(120).n_bytes == 100
+
+
+def test_the_reader_says_that_it_lives_and_what_it_waits_for():
+    group = Group(2, 2)
+    first, second = (Rank(tp, 50 + tp, Ends()) for tp in range(2))
+    group.join(first)
+    group.pulse()
+    assert first.link.sent[-1] == Pulse("")
+    making = threading.Thread(target=lambda: [group.hand_out(Ready(n, 0, n, (), 10, 0), None) for n in range(2)])
+    making.start()
+    wait_for(lambda: group._waits_for() is not None)
+    group.pulse()
+    assert first.link.sent[-1] == Pulse("the 2 ranks of this feed, of which only tp=[0] came")
+    group.join(second)
+    making.join(10)
+    group.released(first, 0)
+    waiting = threading.Thread(target=group.wait_for_room)
+    waiting.start()
+    wait_for(lambda: group._waits_for() is not None)
+    group.pulse()
+    words = (
+        "ranks to let go of micro-batches of this feed: rank tp=0 (process 50), of 1; rank tp=1 (process 51), of 0, 1"
+    )
+    assert first.link.sent[-1] == second.link.sent[-1] == Pulse(words)
+    group.released(second, 0)
+    waiting.join(10)
+    group.pulse()
+    assert first.link.sent[-1] == Pulse("")
+    group.leave(second)
+    n_sent = len(second.link.sent)
+    group.pulse()
+    assert len(second.link.sent) == n_sent
 
 
 def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_spool):
@@ -941,6 +1031,13 @@ def test_the_reader_ends_with_its_ranks(started, spool_uri):
         time.sleep(0.05)
 
 
+def test_a_reader_that_ended_is_no_zombie(open_spool):
+    sp = open_spool()
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy") as feed:
+        wait_for(lambda: feed.reader_pid is not None)
+    wait_for(lambda: not os.path.exists(f"/proc/{feed.reader_pid}"))
+
+
 def test_lost_data_is_the_same_error_on_all_ranks(open_spool, tmp_path):
     sp = open_spool()
     refs, mesh = record(sp), Mesh(tp=2)
@@ -970,6 +1067,17 @@ def test_a_rank_that_does_not_come_is_named(open_spool):
     found = ranks(sp.config.uri, mesh, consume, places=(0, 2), join_timeout_s=1.5)
     for error in found:
         assert isinstance(error, RankError) and "of the 3 ranks that share this feed only tp=[0, 2] came" in str(error)
+
+
+def test_a_rank_that_came_and_left_is_named_to_those_that_wait(open_spool):
+    sp = open_spool()
+    mesh = Mesh(tp=3)
+    other = train.connect(sp.config.uri, mesh, 2, framework="numpy", join_timeout_s=4.0)
+    wait_for(lambda: other.reader_pid is not None)
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy", join_timeout_s=4.0) as feed:
+        wait_for(lambda: feed.reader_pid is not None)
+    with other, pytest.raises(RankError, match=r"only tp=\[2\] came within 4 s, and tp=\[0\] came and left: "):
+        next(iter(other))
 
 
 def test_a_rank_that_left_before_the_others_came_may_come_again(open_spool):
@@ -1018,6 +1126,17 @@ def test_ranks_that_connect_with_other_arguments_are_told_both(open_spool):
             with pytest.raises(RankError, match="wants depth=3, the first one 2"):
                 next(iter(each))
         other.close()
+
+
+def test_ranks_of_another_mesh_are_told_though_they_only_iterate(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
+        feed.submit(plan(refs, mesh, n_micro=2), refs)
+        with train.connect(sp.config.uri, Mesh(tp=2, cp=2), Place(tp=1), framework="numpy") as other:
+            for each in (feed, other):
+                with pytest.raises(RankError, match=r"wants mesh=Mesh\(dp=1, cp=2.*, the first one Mesh\(dp=1, cp=1"):
+                    list(each)
 
 
 def test_a_rank_that_comes_after_the_failure_is_told(open_spool):
@@ -1116,6 +1235,70 @@ def test_a_planned_micro_batch_that_does_not_come_ends_the_wait(open_spool, spoo
                     pass
         finally:
             os.kill(pid, 18)
+
+
+@pytest.mark.parametrize("when", ["before_submit", "before_finish", "only_iterates"])
+def test_a_reader_that_stands_still_is_named_whatever_it_had_said(open_spool, when):
+    sp = open_spool()
+    refs = record(sp)
+    planned = plan(refs, Mesh(), n_micro=2)
+    with train.connect(sp.config.uri, Mesh(), 0, framework="numpy", timeout_s=2.0) as feed:
+        if when == "before_finish":
+            feed.submit(planned, refs)
+            assert len([micro.number for micro in feed.mini_batch()]) == 2
+        wait_for(lambda: feed.reader_pid is not None)
+        pid = feed.reader_pid
+        os.kill(pid, 19)
+        try:
+            if when == "before_submit":
+                feed.submit(planned, refs)
+            if when != "only_iterates":
+                feed.finish()
+            with pytest.raises(RankError, match=f"process that reads for this feed, {pid}, says nothing since"):
+                list(feed)
+        finally:
+            os.kill(pid, 18)
+
+
+def test_a_rank_that_comes_to_a_reader_that_stands_still_does_not_wait_for_ever(open_spool, monkeypatch):
+    monkeypatch.setattr("spool.train.delivery.waiting.START_S", 1.0)
+    sp = open_spool()
+    mesh = Mesh(tp=2)
+    with train.connect(sp.config.uri, mesh, 0, framework="numpy", join_timeout_s=2.0) as feed:
+        wait_for(lambda: feed.reader_pid is not None)
+        os.kill(feed.reader_pid, 19)
+        try:
+            other = train.connect(sp.config.uri, mesh, 1, framework="numpy", join_timeout_s=2.0)
+            with pytest.raises(RankError, match="did not let this rank in for 3 s"):
+                next(iter(other))
+        finally:
+            os.kill(feed.reader_pid, 18)
+        other.close()
+
+
+def test_a_rank_that_stands_still_is_named_to_those_that_wait(open_spool):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    ended = threading.Event()
+
+    def consume(feed, rank):
+        feed.submit(plan(refs, mesh, n_micro=6), refs)
+        if rank == 1:
+            micro = next(iter(feed))
+            ended.wait(40)
+            return micro.number
+        try:
+            for micro in feed:
+                del micro
+        finally:
+            ended.set()
+
+    error, _ = ranks(sp.config.uri, mesh, consume, timeout_s=3.0)
+    assert isinstance(error, RankError) and "no micro-batch came for 3 s" in str(error)
+    assert (
+        f"waits for ranks to let go of micro-batches of this feed: rank tp=1 (process {os.getpid()}), of 0, 1"
+        in str(error)
+    )
 
 
 def test_a_forked_child_does_not_keep_a_rank_alive(open_spool, spool_uri):

@@ -24,7 +24,8 @@ from spool.model.refs import SegmentRef, Unit
 from spool.observe import Read
 from spool.read.select import positions
 from spool.train.planning import balance
-from spool.train.planning.planner import Item, Mesh, Place, plan, plan_from_json, plans
+from spool.train.planning.carried import plan_from_json
+from spool.train.planning.planner import Item, Mesh, Place, plan, plans
 
 
 def thirds(n_rows, cp):
@@ -567,11 +568,43 @@ def test_meshes_that_are_none(sizes, says):
         ([5], {"n_micro": 1, "split": lambda n, cp: [[(0, n)], []]}, r"split\(4, 2\) must return"),
         ([5], {"n_micro": 1, "split": lambda n, cp: [[(0, 4)], [(3, 7)]]}, "2 rows a rank"),
         ([5], {"n_micro": 1, "split": lambda n, cp: None}, "got None"),
+        ([5, 6], {"n_micro": 1, "equal_counts": "False"}, "equal_counts must be True or False"),
+        ([5, 10**30], {"n_micro": 1}, "entry 1 is int 10000"),
+        ([2**62, 2**62], {"n_micro": 1}, f"items must be of fewer than {2**31} rows each; entry 0 is int"),
+        ([Item(3, ((1, 2**31),))], {"n_micro": 1}, "entry 0 is int 2147483650"),
+        ([2**30] * 6, {"n_micro": 1}, "a micro-batch would have 3221225472 rows"),
+        ([5], {"n_micro": 1, "sequence_multiple": 2**62}, "sequence_multiple must be a multiple of 4, below"),
     ],
 )  # fmt: skip
 def test_misuse_is_named(items, options, says):
     with pytest.raises(InputError, match=says):
         plan(items, Mesh(dp=2, cp=2, tp=2), **({"split": "zigzag"} | options))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"dp":2', '"dp":5', "2 data-parallel ranks, its mesh 5"),
+        ('"items":[[5', '"items":[[4', "other rows than their items"),
+        ('"items":[[5', '"items":[[1],[5', "3 items, and not each in one micro-batch"),
+        ('"items":[[5', '"items":[[-5', "entry 0 of items has -5 tokens"),
+        ('"split":"zigzag"', '"split":"zagzig"', "split='zagzig'"),
+        ('"split":"zigzag"', '"split":"custom"', "for each of 2 ranks"),
+        ('"layout":"packed"', '"layout":"thrown"', "layout='thrown'"),
+        ('"cp":2', '"cp":3', "rank 0 of 3 has"),
+    ],
+)
+def test_a_plan_that_was_damaged_on_its_way_is_refused(old, new, says):
+    text = plan([5, 6], Mesh(dp=2, cp=2), n_micro=1).to_json()
+    assert old in text
+    with pytest.raises(InputError, match=re.escape(says)):
+        plan_from_json(text.replace(old, new)).rank(0)
+
+
+@pytest.mark.parametrize("odd", ["x", [], float("nan"), 1, None])
+def test_sequence_parallel_is_true_or_false(odd):
+    with pytest.raises(InputError, match="sequence_parallel must be True or False"):
+        Mesh(sequence_parallel=odd)
 
 
 def test_misuse_of_a_plan_is_named():
@@ -586,6 +619,9 @@ def test_misuse_of_a_plan_is_named():
         (lambda: found.rank(4), r"rank must be in \[0, 4\)"),
         (lambda: found.rank(Place(cp=2)), "cp is 2"),
         (lambda: found.rank(0, chunk=1), r"chunk must be in \[0, 1\)"),
+        (lambda: found.rank(Place("a")), "dp must be an integer"),
+        (lambda: found.rank(Place(0.5)), "dp must be an integer"),
+        (lambda: found.rank(0, chunk=None), "chunk must be an integer"),
         (lambda: plan_from_json("{}"), "this is not a plan"),
         (lambda: found.rank(0).shares[0].place([], np.zeros(4)), "an array for each of the 1 pieces"),
         (lambda: found.rank(0).shares[0].place([np.zeros(2)], np.zeros(4), align="step"), "align must be one of"),

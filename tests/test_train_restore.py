@@ -499,6 +499,9 @@ def test_a_head_is_every_field_cut_together(sp):
     for n in (-1, 9):
         with pytest.raises(spool.InputError, match=f"{n} tokens of a reference that has 8"):
             ref.head(n)
+    for odd in (1.5, True, "x", None, float("nan"), 2**70):
+        with pytest.raises(spool.InputError, match="n_tokens must be an integer"):
+            ref.head(odd)
 
 
 def test_a_head_keeps_what_is_trained_and_what_is_cleared(sp):
@@ -720,6 +723,9 @@ def test_segments_are_left_out(sp):
         s = session(sp, name)
         add(s, [1, 2], [3], logprobs=[np.nan] if name == "c" else [-1], loss_mask=[int(name != "a")])
         refs += s.finalize(outcome=outcome)
+    for giant in ((2**40, 1), (10**30, 1)):
+        with pytest.raises(spool.InputError, match=f"lengths must be .* both below {2**31}"):
+            restore(sp, [None], lengths=[giant], fields=["token_ids"])
     lengths = [None, None, None, (3, 1)]
 
     def left(*drop):

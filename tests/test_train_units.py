@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spool.errors import InputError
 from spool.model.refs import StepRef
-from spool.train import Mesh, Place, UnitIndex, plan, plan_units, unit_index, unit_plan_from_json
+from spool.train import Item, Mesh, Place, UnitIndex, plan, plan_units, unit_index, unit_plan_from_json
 from spool.train.units.index import IndexedUnit, UnitTrajectory, UnitUse
 
 ROWS = {f"u{number}": 1 + 3 * number for number in range(5)}
@@ -178,6 +178,23 @@ def test_a_plan_of_units_is_the_same_everywhere_and_travels(made):
     assert again.routes() == found.routes()
 
 
+def test_samples_that_failed_or_are_lengths_only_use_no_unit():
+    refs = [None, segment("a", 3, [("x", 1, 4)]), 7, segment("b", 2, [("x", 0, 4)]), None]
+    planned = plan([12, refs[1], 7, refs[3], Item(5)], Mesh(dp=2, cp=2), n_micro=2)
+    found = plan_units(refs, planned)
+    index = unit_index([*refs[:4], Item(5)])
+    assert found.index == index and index.n_items == 5
+    assert [trajectory.item for trajectory in index.trajectories] == [1, 3]
+    assert (index.units[0].n_uses, len(index.samples)) == (2, 2)
+    needed = [found.needs(place) for place in places(planned.mesh)]
+    assert sum(rows.stop - rows.start for place in needed for micro in place for rows in micro) == 2 * 4
+    assert unit_plan_from_json(found.to_json()) == found
+    with pytest.raises(InputError, match="a reference where an Item has units"):
+        unit_index([Item(5, ((1, 4),))])
+    with pytest.raises(InputError, match="the plan has 5 items and refs are 4"):
+        plan_units(refs[:4], planned)
+
+
 def test_encoder_ranks_are_balanced_among_themselves():
     refs = [segment("a", 20, [(f"v{n}", n, 8 + n) for n in range(16)])]
     found = plan_units(refs, plan(refs, Mesh(), n_micro=1), encoders=4)
@@ -228,6 +245,10 @@ def test_what_is_no_plan_of_units_is_refused():
     for text in ("", "{}", "[1]"):
         with pytest.raises(InputError, match="not a plan of units"):
             unit_plan_from_json(text)
+    refs = [segment("a", 3, [("x", 1, 4)])]
+    sound = plan_units(refs, plan(refs, Mesh(), n_micro=1)).to_json()
+    with pytest.raises(InputError, match="this plan is damaged"):
+        unit_plan_from_json(sound.replace('"dp":1', '"dp":2'))
 
 
 def test_planning_units_needs_no_framework_and_no_store():

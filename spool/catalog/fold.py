@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from spool.catalog.schema import DISCARD, FINAL, OPEN
 from spool.model.events import SessionFinalized, SessionOpened, Single, StepCommitted
-from spool.model.refs import SegmentRef, VersionSpan, version_span
+from spool.model.refs import SegmentRef, VersionSpan, numbered, version_span
 
 encode = msgspec.msgpack.Encoder().encode
 decode_event: Callable[[bytes], Single] = msgspec.msgpack.Decoder(Single).decode
@@ -37,7 +37,8 @@ FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = ? ORDER B
 _LAST = "SELECT slot, event FROM events WHERE sid = ? AND slot >= 0 AND live = 1 ORDER BY slot DESC LIMIT 1"
 _SUMS = """
 UPDATE sessions SET (n_steps, n_tokens, n_generated, n_nonfinite) =
-    (SELECT count(*), ifnull(sum(n_new), 0), ifnull(sum(n_generated), 0), ifnull(sum(n_nonfinite), 0)
+    (SELECT count(*), CAST(total(n_new) AS INTEGER), CAST(total(n_generated) AS INTEGER),
+         CAST(total(n_nonfinite) AS INTEGER)
      FROM events WHERE sid = ?1 AND slot >= 0 AND live = 1),
     last_at = (SELECT max(at) FROM events WHERE sid = ?1 AND slot >= ?2),
     discarded_at = (SELECT min(at) FROM events WHERE sid = ?1 AND slot = ?3) WHERE sid = ?1"""
@@ -157,7 +158,7 @@ def versions(spans: Sequence[VersionSpan]) -> tuple[int | float | str | None, in
 
 def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
     first, last = versions(ref.versions)
-    return {
+    columns = {
         "count": ref.count,
         "n_tokens": ref.n_tokens,
         "n_rows": ref.n_rows,
@@ -172,11 +173,12 @@ def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
         "first_version": first,
         "last_version": last,
     }
+    return {name: fit(value) for name, value in columns.items()}
 
 
 def _version(name: str | None) -> int | float | str | None:
-    # a number, so that filters compare 9 < 12
-    return fit(int(name)) if name is not None and name.isdecimal() and len(name) < 300 else name
+    numbers = None if name is None else numbered([name])  # so that filters compare 9 < 12
+    return name if name is None or numbers is None else fit(numbers[name])
 
 
 def fit(value: T) -> T | float:

@@ -114,6 +114,10 @@ class _Change:
         self.reason: str | None = None
         self.relast = False
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        return self.n_steps, self.n_new, self.n_generated, self.n_nonfinite
+
     def add(self, sign: int, n_new: int, n_generated: int, n_nonfinite: int) -> None:
         self.n_steps += sign
         self.n_new += sign * n_new
@@ -180,8 +184,8 @@ class Ingest:
         self._connection.executemany(
             _SUM,
             [
-                (sid, c.n_steps, c.n_new, c.n_generated, c.n_nonfinite, c.last_at, c.last_index, c.reason)
-                for sid, c in self._changes.items()
+                (sid, *map(fold.fit, change.counts), change.last_at, change.last_index, change.reason)
+                for sid, change in self._changes.items()
             ],
         )
         for sid, change in self._changes.items():
@@ -323,7 +327,7 @@ class Ingest:
         facts: tuple[Any, ...] = _NO_STEP,
     ) -> tuple[Any, ...]:
         place = self._log, item.seq, item.inner, item.offset
-        return sid, slot, kind, live, event.at, *place, *counts, *facts, item.data
+        return sid, slot, kind, live, event.at, *place, *map(fold.fit, (*counts, *facts)), item.data
 
     def _add(self, sid: int, slot: int, kind: str, item: Prepared, event: Owned | LateEvent) -> None:
         """Store an event at once; what waits goes first where it may be of the same slot."""

@@ -51,7 +51,7 @@ def _version_of(column: str, pick: str, order: str) -> str:
 
 OF_STEPS = {
     "n_branches": f"(SELECT count(*) - count(DISTINCT e.parent) {_LIVE})",
-    "stored_bytes": f"(SELECT ifnull(sum(e.n_bytes), 0) {_LIVE})",
+    "stored_bytes": f"(SELECT CAST(total(e.n_bytes) AS INTEGER) {_LIVE})",
     "first_version": _version_of("first_version", "min", "ASC"),
     "last_version": _version_of("last_version", "max", "DESC"),
     "n_released": f"(SELECT count(*) FROM segments g WHERE g.sid = s.sid AND g.view = s.view AND {_RELEASED})",

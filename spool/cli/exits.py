@@ -42,6 +42,7 @@ _SAID = (
         "name other fields with --field, or pass --missing NUMBER to have them filled",
     ),
     (", or take the segment from view(gaps='cut')", ""),
+    ("Store the field (?fields=), or attach it", "Name others with --field"),
     (
         "Store the field (?fields=), attach it, or pass missing=<number>",
         "Name others with --field, or pass --missing NUMBER",

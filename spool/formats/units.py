@@ -131,8 +131,8 @@ def check(data: bytes | bytearray | memoryview, key: str, *, where: str) -> None
     found = key_of(data)
     if found != key:
         raise IntegrityError(
-            f"{where} is damaged: its {len(data)} bytes have the key {found}; remove the file and put the unit again, "
-            "or restore it from elsewhere",
+            f"{where} is damaged: its {len(data)} bytes have the key {found}; put the unit again (in a cold root "
+            "remove the object first), or restore it from elsewhere",
             file=where,
             unit=key,
         )

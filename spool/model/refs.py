@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from spool.arguments import integer
 from spool.errors import InputError
 from spool.model.rows import forward_rows, row_at
 
@@ -21,6 +22,8 @@ _BUILT_IN: dict[str, Align] = {
     "token_ids": "token", "logprobs": "response", "loss_mask": "response", "routed_experts": "forward",
 }  # fmt: skip
 _position = attrgetter("position")
+_MOST_DIGITS = 300
+"""Of a number that a float holds, and Python reads whatever its limit on digits is."""
 
 
 class Extent(Struct, frozen=True, array_like=True, gc=False):
@@ -288,7 +291,7 @@ def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
     Raises:
         InputError: there are fewer tokens, or payload of a field that is not named is inline and nowhere else.
     """
-    if not 0 <= n_tokens <= ref.n_tokens:
+    if not 0 <= integer("n_tokens", n_tokens) <= ref.n_tokens:
         raise InputError(f"{n_tokens} tokens of a reference that has {ref.n_tokens} were asked for", tokens=n_tokens)
     if n_tokens == ref.n_tokens:
         return ref
@@ -314,9 +317,16 @@ def version_span(spans: Iterable[VersionSpan]) -> tuple[str, str] | None:
     names = list(dict.fromkeys(span.version for span in spans))
     if not names:
         return None
-    if all(name.isdecimal() for name in names):
-        names.sort(key=int)
+    numbers = numbered(names)
+    if numbers is not None:
+        names.sort(key=numbers.__getitem__)
     return names[0], names[-1]
+
+
+def numbered(names: Iterable[str]) -> dict[str, int] | None:
+    """Return the numbers that weight versions are; None where one of them is none, or too long to be one."""
+    found = {name: int(name) for name in names if name.isdecimal() and len(name) <= _MOST_DIGITS}
+    return found if all(name in found for name in names) else None
 
 
 def clipped(spans: Iterable[S], end: int) -> tuple[S, ...]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from spool.model.refs import Unit
 
 
+MOST = 1 << 31
+"""Tokens, rows and positions of a reference are fewer."""
+
+
 def row_at(units: Iterable[Unit], token: int) -> int:
     """Return the first row of ``token``; at the number of tokens, the number of rows."""
     return token + sum([unit.n_rows - 1 for unit in units if unit.position < token])

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from spool.errors import GapError, InputError, NotFoundError
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS
+from spool.model.rows import MOST
 from spool.read.select import Gap, Range, Run, cover, inside_spans, n_steps, positions
-from spool.read.sound import MOST, check_extents, name_of
+from spool.read.sound import check_extents, name_of
 from spool.read.streams import FieldView, Streams, builtin
 
 if TYPE_CHECKING:
@@ -91,14 +92,14 @@ class Lookup:
         if view is None:
             if ref.n_tokens == 0:
                 return None
-            raise _not_found(ref, name)
+            raise _not_found(ref, name, "or attach it")
         align = view.spec.align
         if extents:
             check_extents(ref, name, extents, n_steps(ref) if align == "step" else MOST)
         if not extents and not sparse:
             _, lost, _ = cover((), positions(align, ref, [(0, ref.n_tokens)]))
             if inside_spans(lost, ref) if align == "response" else any(gap.stop > gap.start for gap in lost):
-                raise _not_found(ref, name)
+                raise _not_found(ref, name, "attach it, or pass missing=<number> to have it filled")
         runs, blanks, n = cover(extents, positions(align, ref, ranges, extents))
         if n > _CHECKED_ROWS:  # before anybody makes room for so many
             for run in runs:
@@ -130,11 +131,10 @@ def names_of(ref: Ref, fields: Iterable[str] | None) -> list[str]:
     return [name for name in dict.fromkeys(stored) if name != MASK] + [MASK]
 
 
-def _not_found(ref: Ref, name: str) -> NotFoundError:
+def _not_found(ref: Ref, name: str, ways: str) -> NotFoundError:
     known = names_of(ref, None)
     return NotFoundError(
-        f"{name_of(ref)} has no rows of {name}; it has {', '.join(known)}. Store the field (?fields=), "
-        "attach it, or pass missing=<number> to have it filled",
+        f"{name_of(ref)} has no rows of {name}; it has {', '.join(known)}. Store the field (?fields=), {ways}",
         field=name, ref=name_of(ref), known=known,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from spool.arguments import one_of
 from spool.errors import AbsentError, InputError
 from spool.formats.shard import group_key, parse_group
 from spool.model.fields import ROUTED_EXPERTS, Schema
+from spool.model.rows import MOST
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
 from spool.read.columns import LateColumn, MaskColumn, RaggedColumn
@@ -19,7 +20,7 @@ from spool.read.lookup import MASK, Lookup, Selection, extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import ByteRange, Coverage, Sample
 from spool.read.select import Range, Run, Tokens, cover, layer_range, plain_range, token_ranges
-from spool.read.sound import MOST, check_extents, check_reference
+from spool.read.sound import check_extents, check_reference
 from spool.read.streams import Dtype, FieldView, Source, Streams
 
 if TYPE_CHECKING:

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 
 from spool.errors import IntegrityError
 from spool.model.refs import SegmentRef, StepRef
-from spool.model.rows import row_at
+from spool.model.rows import MOST, row_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from spool.model.refs import Extent, Ref, Span, VersionSpan
-
-MOST = 1 << 31
-"""Tokens, rows and positions of a reference are fewer."""
 
 
 def check_reference(ref: Ref) -> None:

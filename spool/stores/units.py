@@ -17,21 +17,9 @@ from typing import NamedTuple
 from spool import locks
 from spool.model.units import UNITS, is_unit_key, unit_path
 from spool.points import reach
-from spool.stores.local import (
-    BLOCK,
-    aligned_buffer,
-    make_dirs,
-    map_os_error,
-    pwrite_all,
-    set_direct,
-    sync_dir,
-    sync_file,
-)
-from spool.stores.vectors import preadv_all
+from spool.stores import unit_files
+from spool.stores.local import BLOCK, make_dirs, map_os_error, sync_dir, sync_file
 
-LARGE_BYTES = 1 << 20
-"""Files from this size on leave nothing in the page cache."""
-_PIECE_BYTES = 4 << 20
 _GOING = ".going-"
 ACCOUNT = "units"
 """The name under which the room of units is accounted, beside those of streams."""
@@ -104,11 +92,17 @@ class HotUnits:
         # one that is being deleted may be put back: so it is looked for under its other name in between
         for at in (path, self._going(key), path):
             with suppress(FileNotFoundError):
-                return _read(at)
+                return unit_files.read(at)
         return None
+
+    def holds(self, key: str, parts: Sequence[bytes | memoryview]) -> bool:
+        """Return whether a unit is there as it was put, its bytes and no others; they are read."""
+        return unit_files.same(self.path(key), parts)
 
     def store(self, key: str, parts: Sequence[bytes | memoryview], *, sync: bool, direct: bool = True) -> bool:
         """Store a unit unless it is there; return whether it was stored. It is there whole or not at all.
+
+        A file of its name with other bytes was damaged, and is replaced.
 
         Args:
             key: the unit's.
@@ -126,9 +120,9 @@ class HotUnits:
         try:
             self._make_folder(folder, sync=sync)
             try:
-                _write(draft, parts, sync=sync, direct=direct)
+                unit_files.write(draft, parts, sync=sync, direct=direct)
                 reach("put.written")
-                stored = _name(draft, path, sum(map(len, parts)))
+                stored = unit_files.name(draft, path, parts)
                 reach("put.named")
             finally:
                 with suppress(FileNotFoundError):
@@ -280,71 +274,3 @@ class HotUnits:
 
 def _is_folder(entry: os.DirEntry[str], *, gone: bool) -> bool:
     return (len(entry.name) == 2 or (gone and entry.name == "gone")) and entry.is_dir()
-
-
-def _write(path: str, parts: Sequence[bytes | memoryview], *, sync: bool, direct: bool) -> None:
-    """Write a file; one that is large goes past the page cache."""
-    size = sum(map(len, parts))
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        if direct and size >= LARGE_BYTES and set_direct(fd, on=True):
-            _write_direct(fd, parts, size)
-        else:
-            offset = 0
-            for part in parts:
-                pwrite_all(fd, part, offset)
-                offset += len(part)
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _read(path: str) -> bytearray:
-    """Return a file, which does not stay in the page cache where it is large."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = bytearray(os.fstat(fd).st_size)
-            got = preadv_all(fd, [memoryview(data)], 0)
-            if len(data) >= LARGE_BYTES:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise map_os_error(error, what="read", path=path) from error
-    return data[:got] if got < len(data) else data
-
-
-def _write_direct(fd: int, parts: Sequence[bytes | memoryview], size: int) -> None:
-    """Write ``parts`` by whole blocks, in pieces, and the rest behind the last whole block as files are written."""
-    block = aligned_buffer(min(_PIECE_BYTES, -(-size // BLOCK) * BLOCK))
-    filled = offset = 0
-    for part in parts:
-        done = 0
-        while done < len(part):
-            n = min(len(part) - done, len(block) - filled)
-            block[filled : filled + n] = part[done : done + n]
-            done, filled = done + n, filled + n
-            if filled == len(block):
-                pwrite_all(fd, block, offset, direct=True)
-                offset, filled = offset + filled, 0
-    n_whole = filled - filled % BLOCK
-    pwrite_all(fd, block[:n_whole], offset, direct=True)
-    if filled > n_whole:
-        set_direct(fd, on=False)
-        pwrite_all(fd, block[n_whole:filled], offset + n_whole)
-
-
-def _name(draft: str, path: str, size: int) -> bool:
-    """Give a draft its name unless there is a file of that size; return whether it was given."""
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        if os.stat(path).st_size == size:
-            os.utime(path)
-            return False
-        os.rename(draft, path)  # what is there was cut, by damage
-    return True

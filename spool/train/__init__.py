@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from spool.train.delivery.connecting import connect
     from spool.train.delivery.feed import Feed, FeedStats
     from spool.train.delivery.micro import Micro
-    from spool.train.planning.planner import Item, Mesh, Place, Plan, plan, plan_from_json, plans
+    from spool.train.planning.carried import plan_from_json
+    from spool.train.planning.planner import Item, Mesh, Place, Plan, plan, plans
     from spool.train.planning.ranks import RankSlice
     from spool.train.replay.dataset import SegmentDataset
     from spool.train.restoring.batches import restore
@@ -51,7 +52,7 @@ _HOME = {
     "connect": "spool.train.delivery.connecting",
     "encode_once": "spool.train.units.once",
     "plan": "spool.train.planning.planner",
-    "plan_from_json": "spool.train.planning.planner",
+    "plan_from_json": "spool.train.planning.carried",
     "plan_units": "spool.train.units.plan",
     "plans": "spool.train.planning.planner",
     "restore": "spool.train.restoring.batches",

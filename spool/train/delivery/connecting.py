@@ -16,7 +16,6 @@ from spool.train.delivery.join import digest_of, join
 from spool.train.delivery.staging import stager
 from spool.train.delivery.work import Settings
 from spool.train.planning.planner import Mesh, Place
-from spool.train.planning.ranks import check_rank
 from spool.train.restoring.fields import expert_spec
 from spool.train.restoring.gaps import Missing
 from spool.train.restoring.tensors import Framework
@@ -76,7 +75,7 @@ def connect(
         missing, mask_versions, experts, verify: as `restore` takes them.
         pad_token_id: stands in ``token_ids`` for padding.
         join_timeout_s: how long ranks may take to come.
-        timeout_s: how long a planned micro-batch may take to come.
+        timeout_s: how long a planned micro-batch may take to come, and the process that reads may say nothing.
         joined: how this rank comes to the process that reads: over a socket of this machine; `spool.integrations.ray`
             has another way.
 
@@ -84,10 +83,12 @@ def connect(
         InputError: an argument does not fit.
         RankError: the process that reads cannot be started.
     """
-    where = _place(mesh, place)
+    where = instance("mesh", mesh, Mesh, "a Mesh, as Mesh(dp=8, cp=2, tp=4)").place(place)
+    mesh.layers(where.pp, chunk)  # raises where there are none
     settings = Settings(
         uri=uri.config.uri if isinstance(uri, Spool) else parse_uri(uri).uri,
         n_ranks=mesh.tp if n_ranks is None else integer("n_ranks", n_ranks),
+        mesh=mesh,
         fields=None if fields is None else tuple(names("fields", fields)),
         depth=integer("depth", depth),
         memory_bytes=None if memory_bytes is None else size("memory_bytes", memory_bytes, least=1),
@@ -96,24 +97,16 @@ def connect(
         join_timeout_s=seconds("join_timeout_s", join_timeout_s),
     )  # fmt: skip
     _check(settings)
-    check_rank("tp", where.tp, mesh.tp)
     if not 1 <= settings.n_ranks <= mesh.tp:
         raise refused("n_ranks", f"at least 1, and at most tp={mesh.tp}", settings.n_ranks)
     stage, timeout_s = stager(framework, device), _positive("timeout_s", timeout_s)
-    digest = digest_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, integer("chunk", chunk)))
+    digest = digest_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, chunk))
     link = joined(digest, settings)
     ahead = settings.depth if device is None else 1
     return Feed(
         link, mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
         timeout_s=timeout_s,
     )  # fmt: skip
-
-
-def _place(mesh: object, place: object) -> Place:
-    known = instance("mesh", mesh, Mesh, "a Mesh, as Mesh(dp=8, cp=2, tp=4)")
-    if isinstance(place, Place):
-        return place
-    return known.place(integer("place", place))
 
 
 def _check(settings: Settings) -> None:

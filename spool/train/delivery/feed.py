@@ -36,6 +36,7 @@ from spool.train.delivery.messages import (
     Hello,
     Message,
     Planned,
+    Pulse,
     Ready,
     Released,
     Submit,
@@ -43,6 +44,7 @@ from spool.train.delivery.messages import (
 )
 from spool.train.delivery.micro import Micro
 from spool.train.delivery.staging import Stage
+from spool.train.delivery.waiting import TICK_S, Waiting
 from spool.train.delivery.work import Work, work_of
 
 if TYPE_CHECKING:
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spool.train.delivery")
 
-REMIND_S = 30.0
 _decode = msgspec.msgpack.Decoder(Work).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -94,9 +95,9 @@ class Feed:
         self._link = link
         self._mesh, self._place, self._chunk = mesh, place, chunk
         self._settings, self._stage, self._timeout_s = settings, stage, timeout_s
+        self._waiting = Waiting(time.monotonic(), join_timeout_s=settings.join_timeout_s, timeout_s=timeout_s)
         self._works: dict[int, Work] = {}
-        self._n_submitted = self._n_planned = 0
-        self._finished = self._closed = False
+        self._closed = False
         self._mapped: dict[int, int] = {}
         self._n_taken = 0
         self._took_last = False
@@ -104,7 +105,6 @@ class Feed:
         self._room = threading.Semaphore(ahead)
         self._stats = FeedStats()
         self._failure: Failure | None = None
-        self._reader_pid: int | None = None
         self._incoming: queue.SimpleQueue[_Staged | Failure | End] = queue.SimpleQueue()
         self._next: _Staged | End | None = None
         link.send(Hello(place.tp, os.getpid(), settings))
@@ -137,20 +137,20 @@ class Feed:
             RankError: the feed has failed.
         """
         self._check_usable()
-        if self._finished:
+        if self._waiting.finished:
             raise InputError("finish() said that there are no more mini-batches")
         work = work_of(plan, self._place, self._chunk, refs, version)
         if plan.mesh != self._mesh:
             raise InputError("the plan is of another mesh than this feed: make both with the same Mesh")
-        self._link.send(Submit(self._n_submitted, _encode(work)))
-        self._n_submitted += 1
+        self._link.send(Submit(self._waiting.n_submitted, _encode(work)))
+        self._waiting.submitted(time.monotonic())
 
     def finish(self) -> None:
         """Say that no mini-batch follows those that were submitted: iteration ends behind them."""
         self._check_usable()
-        if not self._finished:
-            self._finished = True
-            self._link.send(Finish(self._n_submitted))
+        if not self._waiting.finished:
+            self._waiting.finish(time.monotonic())
+            self._link.send(Finish(self._waiting.n_submitted))
 
     # -- micro-batches -----------------------------------------------------------------------------------------------
 
@@ -181,8 +181,8 @@ class Feed:
             self._check_held()
             began = time.monotonic()
             found = self._wait()
-            waited = time.monotonic() - began
-            self._stats = msgspec.structs.replace(self._stats, waited_s=self._stats.waited_s + waited)
+            waited_s = self._stats.waited_s + time.monotonic() - began
+            self._stats = msgspec.structs.replace(self._stats, waited_s=waited_s)
             if isinstance(found, Failure):
                 raise found.error()
             self._next = found
@@ -192,6 +192,7 @@ class Feed:
         staged, self._next = self._peek(), None
         assert not isinstance(staged, End)
         self._room.release()
+        self._waiting.taken()
         ready, work, stats = staged.ready, staged.work, self._stats
         self._n_taken, self._took_last = ready.serial + 1, staged.last
         self._stats = msgspec.structs.replace(
@@ -211,29 +212,13 @@ class Feed:
         )
 
     def _wait(self) -> _Staged | Failure | End:
-        """Return what comes in next; say from time to time that nothing does.
-
-        Raises:
-            RankError: a mini-batch is known, and nothing came for too long.
-        """
-        began = time.monotonic()
+        """Return what comes in next; raise what `Waiting.check` does where that takes too long."""
+        self._waiting.begin(time.monotonic())
         while True:
             try:
-                return self._incoming.get(timeout=min(REMIND_S, self._timeout_s))
+                return self._incoming.get(timeout=min(TICK_S, self._timeout_s))
             except queue.Empty:
-                waited = time.monotonic() - began
-            if not self._expects_more():
-                log.warning(
-                    "no mini-batch is submitted to this feed, since %.0f s, and no rank called finish()", waited
-                )
-            elif waited >= self._timeout_s:
-                raise RankError(
-                    f"no micro-batch came for {waited:.0f} s, though one is planned and its processes live; "
-                    "see the log of the rank that started it for what is waited for, or raise timeout_s="
-                )
-
-    def _expects_more(self) -> bool:
-        return self._stats.n_micro < self._n_planned
+                self._waiting.check(time.monotonic())
 
     def _check_usable(self) -> None:
         if self._pid != os.getpid():
@@ -260,7 +245,7 @@ class Feed:
     @property
     def reader_pid(self) -> int | None:
         """The process that reads for all ranks of the place; None until it let this one in."""
-        return self._reader_pid
+        return self._waiting.reader
 
     @property
     def stats(self) -> FeedStats:
@@ -276,7 +261,7 @@ class Feed:
                 self._take_in(*self._link.receive())
         except EOFError:
             if not self._closed:
-                self._fail(Failure.of(RankError(self._link.death(self._reader_pid))))
+                self._fail(Failure.of(RankError(self._link.death(self.reader_pid))))
         except BaseException as error:
             log.exception("a feed cannot take in what comes")
             self._link.send(Failed(f"{type(error).__name__}: {error}"))
@@ -287,11 +272,14 @@ class Feed:
 
     def _take_in(self, message: Message, memory: Any) -> None:
         """Take in one thing that the reorganiser says; map and stage a micro-batch."""
+        self._waiting.heard(time.monotonic())
         if isinstance(message, Welcome):
-            self._reader_pid = message.pid
+            self._waiting.reader = message.pid
+        elif isinstance(message, Pulse):
+            self._waiting.pulse(message.waits_for)
         elif isinstance(message, Planned):
             work = self._works[message.number] = _decode(message.work)
-            self._n_planned += len(work.shares)
+            self._waiting.planned(time.monotonic(), len(work.shares))
         elif isinstance(message, Ready):
             self._incoming.put(self._staged(message, self._link.map(memory, message.n_bytes)))
         elif isinstance(message, End):

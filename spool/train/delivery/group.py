@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from spool.errors import RankError
-from spool.train.delivery.messages import End, Failure, Planned, Ready, Welcome
+from spool.train.delivery.messages import End, Failure, Planned, Pulse, Ready, Welcome
 from spool.train.delivery.transport import Link
 
 log = logging.getLogger("spool.train.delivery")
@@ -68,6 +68,8 @@ class Group:
         self._held: dict[int, set[int]] = {}
         self._sizes: dict[int, int] = {}
         self._failure: Failure | None = None
+        self._waits_for: Callable[[], str | None] = lambda: None
+        self._left: set[int] = set()
         self.over = False
 
     # -- who takes part ----------------------------------------------------------------------------------------------
@@ -91,6 +93,11 @@ class Group:
     def came(self) -> list[int]:
         """Which ranks have come."""
         return sorted(self._ranks)
+
+    @property
+    def left(self) -> list[int]:
+        """Which ranks came and left before all had come."""
+        return sorted(self._left - self._ranks.keys())
 
     def join(self, rank: Rank) -> None:
         """Let a rank take part; it is told of what was planned before, or of what went wrong.
@@ -123,6 +130,7 @@ class Group:
             rank.gone = True
             if not self.complete:  # it may come again, and is waited for
                 del self._ranks[rank.tp]
+                self._left.add(rank.tp)
             for holders in self._held.values():
                 holders.discard(rank.tp)
             self._forget_held()
@@ -141,7 +149,12 @@ class Group:
                 self._tell(self._failure)
             self._changed.notify_all()
 
-    def _tell(self, message: Planned | End | Failure) -> None:
+    def pulse(self) -> None:
+        """Tell all ranks that this process lives, and what it waits for."""
+        with self._changed:
+            self._tell(Pulse(self._waits_for() or ""))
+
+    def _tell(self, message: Planned | Pulse | End | Failure) -> None:
         for rank in self._ranks.values():
             if not rank.gone:
                 rank.link.send(message)
@@ -199,7 +212,7 @@ class Group:
     def end(self) -> None:
         """Tell all ranks that there is nothing more."""
         with self._changed:
-            self._wait(lambda: self.complete, lambda: None)
+            self._wait(lambda: self.complete, self._missing)
             self.over = True
             self._tell(End())
 
@@ -223,7 +236,7 @@ class Group:
         with self._changed:
             self._held[ready.serial] = {-1}  # counts until it is handed out
             self._sizes[ready.serial] = ready.n_bytes
-            self._wait(lambda: self.complete, lambda: None)
+            self._wait(lambda: self.complete, self._missing)
             present = [rank for rank in self._ranks.values() if not rank.gone]
             self._held[ready.serial] = {rank.tp for rank in present}
             for rank in present:
@@ -247,14 +260,27 @@ class Group:
         self._changed.notify_all()
 
     def _holders(self) -> str:
-        """Return who holds the micro-batch that was handed out first, in words."""
-        serial = min(self._held)
-        ranks = ", ".join(str(self._ranks[tp]) for tp in sorted(self._held[serial]))
-        return f"{ranks} to let go of micro-batch {serial} of this feed"
+        """Return who holds which micro-batches, in words."""
+        held: dict[int, list[int]] = {}
+        for serial, holders in sorted(self._held.items()):
+            for tp in holders:
+                held.setdefault(tp, []).append(serial)
+        ranks = [f"{self._ranks[tp]}, of {', '.join(map(str, serials))}" for tp, serials in sorted(held.items())]
+        return f"ranks to let go of micro-batches of this feed: {'; '.join(ranks)}"
+
+    def _missing(self) -> str:
+        """Return which ranks have come, in words."""
+        return f"the {self.n_ranks} ranks of this feed, of which only tp={self.came} came"
 
     def _wait(self, done: Callable[[], bool], what: Callable[[], str | None]) -> None:
-        """Wait for something, under the lock; say from time to time what for."""
-        since = time.monotonic()
+        """Wait for something, under the lock; say what for to ranks, and from time to time in the log."""
+        since, self._waits_for = time.monotonic(), what
+        try:
+            self._wait_for(done, what, since)
+        finally:
+            self._waits_for = lambda: None
+
+    def _wait_for(self, done: Callable[[], bool], what: Callable[[], str | None], since: float) -> None:
         while not done():
             if self._failure is not None or (self.complete and self.deserted):
                 raise Over

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import msgspec
@@ -64,7 +65,7 @@ def _start(address: str, settings: Settings) -> subprocess.Popen[bytes] | None:
                 return None
             raise
         listener.listen(settings.n_ranks + 8)
-        return subprocess.Popen(  # noqa: S603 - our own command line
+        process = subprocess.Popen(  # noqa: S603 - our own command line
             [
                 sys.executable,
                 "-m",
@@ -77,3 +78,5 @@ def _start(address: str, settings: Settings) -> subprocess.Popen[bytes] | None:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": import_path()},
         )
+    threading.Thread(target=process.wait, name="spool-feed-reap", daemon=True).start()  # or it stays as a zombie
+    return process

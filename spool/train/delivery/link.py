@@ -36,7 +36,7 @@ class SocketLink:
 
     def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._connection, self._process = connection, process
-        self._out: SimpleQueue[tuple[Message, int | None] | None] = SimpleQueue()
+        self._out: SimpleQueue[tuple[bytes, int | None] | None] = SimpleQueue()
         _links.add(self)
         self._sender = threading.Thread(target=self._send_all, name="spool-feed-send", daemon=True)
         self._sender.start()
@@ -53,7 +53,8 @@ class SocketLink:
 
     def send(self, message: Message, fd: int | None = None) -> None:
         """Send a message, and memory: its descriptor, of which this makes a copy."""
-        self._out.put((message, None if fd is None else os.dup(fd)))
+        body = _encode(message)  # what cannot be said is the caller's to hear of
+        self._out.put((_HEADER.pack(len(body)) + body, None if fd is None else os.dup(fd)))
 
     def receive(self) -> tuple[Message, int | None]:
         """Return the next message, and the descriptor of the memory that came with it, which is the caller's to close.
@@ -104,10 +105,9 @@ class SocketLink:
 
     def _send_all(self) -> None:
         while (item := self._out.get()) is not None:
-            message, fd = item
-            body = _encode(message)
+            data, fd = item
             try:
-                self._send(_HEADER.pack(len(body)) + body, fd)
+                self._send(data, fd)
             except OSError:
                 self._drain()  # the other end is gone: whoever receives hears of it
                 return

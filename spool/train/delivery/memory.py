@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,7 +80,7 @@ def create(n_bytes: int) -> int:
 
 def writing(fd: int, n_bytes: int) -> mmap.mmap:
     """Return a mapping of a memfd to fill it; it has to be closed before `seal`, with all that was made of it gone."""
-    return mmap.mmap(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    return _map(fd, n_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 def seal(fd: int) -> None:
@@ -89,14 +90,15 @@ def seal(fd: int) -> None:
 
 def reading(fd: int, n_bytes: int) -> mmap.mmap:
     """Return a private mapping of a memfd: pages are shared with all that map it, until this process writes to one."""
+    return _map(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _map(fd: int, n_bytes: int, **how: int) -> mmap.mmap:
     try:
-        return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(fd, n_bytes, **how)
     except OSError as error:
-        raise CapacityError(
-            f"this process cannot map a micro-batch of {format_size(n_bytes)}: {error.strerror}; look at its limits "
-            "(ulimit -v, ulimit -n)",
-            need=n_bytes,
-        ) from error  # fmt: skip
+        limits = f"this process ({error.strerror}; its limits, ulimit -v and -n)"
+        raise too_little(n_bytes, Room(_addresses(), limits)) from error
 
 
 def _close(into: mmap.mmap) -> None:
@@ -119,12 +121,34 @@ def private(n_bytes: int) -> mmap.mmap:
     """
     if n_bytes > (found := room()).n_bytes:
         raise too_little(n_bytes, found)
-    return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _map(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def room() -> Room:
     """Return how much memory this process may still take: the least of what the machine and its groups have free."""
     return min([_of_machine(), *_of_groups()])
+
+
+def ran_out(error: BaseException) -> CapacityError | None:
+    """Return the error for one that says that this process ran out of memory beside micro-batches; None for others."""
+    thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
+    if not (thread or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM):
+        return None
+    found = min(room(), Room(_addresses(), "its address space (ulimit -v)"))
+    return CapacityError(
+        f"the process that reads for this feed ran out of memory: {error}; {found.place} has "
+        f"{format_size(found.n_bytes)} free: raise its limits (ulimit -v, -u), plan smaller micro-batches "
+        "(max_tokens=), or name fewer fields=",
+        free=found.n_bytes, place=found.place,
+    )  # fmt: skip
+
+
+def _addresses() -> int:
+    """Return the bytes that this process may still map."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return _UNLIMITED
+    return max(limit - int(_read("/proc/self/statm").split()[0]) * mmap.PAGESIZE, 0)
 
 
 def too_little(n_bytes: int, found: Room, *, why: str = "") -> CapacityError:

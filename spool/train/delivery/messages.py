@@ -98,6 +98,16 @@ class Ready(Struct, frozen=True, tag="ready"):
     fetched_bytes: int
 
 
+class Pulse(Struct, frozen=True, tag="pulse"):
+    """The process that reads lives.
+
+    Attributes:
+        waits_for: what it waits for, in words; empty where it waits for no rank in particular.
+    """
+
+    waits_for: str
+
+
 class End(Struct, frozen=True, tag="end"):
     """All mini-batches were handed out."""
 
@@ -129,4 +139,4 @@ class Failure(Struct, frozen=True, tag="failure"):
         return found
 
 
-Message = Hello | Submit | Finish | Released | Failed | Bye | Welcome | Planned | Ready | End | Failure
+Message = Hello | Submit | Finish | Released | Failed | Bye | Welcome | Planned | Ready | Pulse | End | Failure

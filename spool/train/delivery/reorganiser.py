@@ -19,9 +19,10 @@ from spool.handle import open as open_spool
 from spool.observe import Read
 from spool.train.delivery.filling import Prepared, fill, prepare
 from spool.train.delivery.group import Group, Over, Rank
-from spool.train.delivery.memory import Room
+from spool.train.delivery.memory import Room, ran_out
 from spool.train.delivery.messages import Bye, Failed, Failure, Finish, Hello, Ready, Released, Submit
 from spool.train.delivery.transport import Link, Listener, Memory
+from spool.train.delivery.waiting import PULSE_S
 from spool.train.delivery.work import Settings, Work
 
 log = logging.getLogger("spool.train.delivery")
@@ -48,10 +49,17 @@ class Reorganiser:
         """Serve; return whether all went well."""
         reading = threading.Thread(target=self._guarded(self._produce), name="spool-feed-read", daemon=True)
         reading.start()
+        ended = threading.Event()
+        threading.Thread(target=self._pulse, args=(ended,), name="spool-feed-pulse", daemon=True).start()
         with closing(self._listener):
             self._guarded(self._accept_all)()
         self._group.wait_until_left()
+        ended.set()
         return not self._group.failed
+
+    def _pulse(self, ended: threading.Event) -> None:
+        while not ended.wait(PULSE_S):
+            self._group.pulse()
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return ``work`` such that whatever is wrong with it reaches the ranks."""
@@ -62,9 +70,10 @@ class Reorganiser:
             except Over:
                 pass
             except BaseException as error:
-                if not isinstance(error, SpoolError):
+                short = ran_out(error)
+                if not isinstance(error, SpoolError) and short is None:
                     log.exception("a feed's reorganiser failed")
-                self._group.fail(error)
+                self._group.fail(short or error)
 
         return guarded
 
@@ -80,14 +89,15 @@ class Reorganiser:
         while self._waits_for_ranks or self._accept(0.0):  # who stands at the door when all is over is answered, too
             if not self._waits_for_ranks:
                 continue
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                left = f", and tp={self._group.left} came and left" if self._group.left else ""
                 raise RankError(
                     f"of the {self._group.n_ranks} ranks that share this feed only tp={self._group.came} came within "
-                    f"{self._settings.join_timeout_s:g} s: do all call connect with the same name, spool, mesh and "
-                    "place? Say how many ranks are on this node (connect(n_ranks=))"
+                    f"{self._settings.join_timeout_s:g} s{left}: do all call connect with the same name, spool, mesh "
+                    "and place, and stay until all have come? Say how many ranks are on this node (connect(n_ranks=))"
                 )
-            self._accept(min(left, 0.5))
+            self._accept(min(left_s, 0.5))
 
     @property
     def _waits_for_ranks(self) -> bool:

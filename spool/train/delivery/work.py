@@ -12,7 +12,7 @@ from spool.model.moe import MoEShape
 from spool.model.refs import SegmentRef, StepRef
 from spool.read.lookup import names_of
 from spool.train.planning.items import items_of
-from spool.train.planning.planner import Place, Plan, RankPlan
+from spool.train.planning.planner import Mesh, Place, Plan, RankPlan
 from spool.train.planning.shares import Share
 from spool.train.restoring.gaps import Missing
 from spool.train.restoring.versions import VersionOrder, version_order
@@ -24,6 +24,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     Attributes:
         uri: of the spool, with its options.
         n_ranks: ranks that share this reorganiser.
+        mesh: of the trainer.
         fields: names; all that any reference of a mini-batch has where None.
         depth: micro-batches that may be in memory at a time, those that ranks still hold included.
         memory_bytes: most that these may take; None for what the machine has free.
@@ -36,6 +37,7 @@ class Settings(Struct, frozen=True, kw_only=True):
 
     uri: str
     n_ranks: int
+    mesh: Mesh = Mesh()
     fields: tuple[str, ...] | None = None
     depth: int = 2
     memory_bytes: int | None = None

@@ -14,6 +14,7 @@ from msgspec import Struct
 from spool.arguments import integer, listed, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
+from spool.model.rows import MOST
 
 Range = tuple[int, int]
 """Half-open: tokens, rows or layers."""
@@ -123,7 +124,7 @@ def _item(value: Any, number: int) -> Item:
     if isinstance(value, bool) or (isinstance(value, Integral) and value < 0):
         raise refused("items", "references, lengths of at least 0 or Items", value, entry=number)
     if isinstance(value, Integral):
-        return Item(int(value))
+        return _checked(Item(int(value)), number)
     if not isinstance(value, Ref):
         return _checked(value, number)
     item = _checked(Item(value.n_tokens, tuple((unit.position, unit.n_rows) for unit in value.units)), number)
@@ -144,6 +145,8 @@ def _checked(item: Item, number: int) -> Item:
             "(position, n_rows) with ascending positions inside the tokens and at least one row each",
             item=number,
         )
+    if item.n_rows >= MOST:
+        raise refused("items", f"of fewer than {MOST} rows each", item.n_rows, entry=number)
     return item
 
 

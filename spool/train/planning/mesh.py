@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from spool.arguments import integer, listed, text
+from spool.arguments import instance, integer, listed, text
 from spool.errors import ConfigError, InputError
 from spool.train.planning.items import Range
 
@@ -61,6 +61,7 @@ class Mesh(Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if sorted(axis for axis in text("order", self.order).split("-") if axis != "ep") != sorted(_AXES):
             raise ConfigError(f"order must name tp, cp, dp and pp once each, joined by '-', got {self.order!r}")
+        instance("sequence_parallel", self.sequence_parallel, bool, "True or False")
         force_setattr(self, "stages", tuple(listed("stages", self.stages, int, "numbers of layers, one for each run")))
         self._check_stages()
         n_layers = self._n_layers
@@ -72,12 +73,17 @@ class Mesh(Struct, frozen=True, kw_only=True):
         """Ranks altogether."""
         return self.dp * self.cp * self.tp * self.pp
 
-    def place(self, rank: int) -> Place:
-        """Return where the global ``rank`` stands.
+    def place(self, rank: int | Place) -> Place:
+        """Return where a rank stands: a global rank, or one that is named by its place.
 
         Raises:
-            InputError: the mesh has no such rank.
+            InputError: the mesh has no such rank or place.
         """
+        if isinstance(rank, Place):
+            for axis, at in zip(Place._fields, rank, strict=True):
+                if not 0 <= integer(axis, at) < getattr(self, axis):
+                    raise InputError(f"{rank} is not on this mesh: {axis} is {getattr(self, axis)}")
+            return rank
         if not 0 <= integer("rank", rank) < self.size:
             raise InputError(f"rank must be in [0, {self.size}), the ranks of this mesh, got {rank}", got=rank)
         found, rest = {}, rank
@@ -93,7 +99,7 @@ class Mesh(Struct, frozen=True, kw_only=True):
             InputError: the mesh has no such stage or chunk.
         """
         for name, value, size in (("pp", pp, self.pp), ("chunk", chunk, self.vpp)):
-            if not 0 <= value < size:
+            if not 0 <= integer(name, value) < size:
                 raise InputError(f"{name} must be in [0, {size}) of this mesh, got {value}", got=value)
         if self._n_layers is None:
             return None

@@ -10,6 +10,7 @@ import numpy as np
 
 from spool.arguments import integer, one_of
 from spool.errors import InputError
+from spool.model.rows import MOST
 from spool.train.planning.balance import size_of
 from spool.train.planning.items import Item
 from spool.train.planning.mesh import Mesh
@@ -70,10 +71,10 @@ def padding(
 def _multiple(name: str, given: int | None, unit: int, default: int) -> int:
     if given is None:
         return default
-    if integer(name, given) < 1 or given % unit:
+    if not 1 <= integer(name, given) < MOST or given % unit:
         raise InputError(
-            f"{name} must be a multiple of {unit}, so that the ranks of this mesh get the same rows with this split; "
-            f"got {given}",
+            f"{name} must be a multiple of {unit}, below {MOST}, so that the ranks of this mesh get the same rows with "
+            f"this split; got {given}",
             argument=name, got=given,
         )  # fmt: skip
     return given

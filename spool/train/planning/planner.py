@@ -16,6 +16,7 @@ from msgspec import Struct
 from spool.arguments import instance, integer, one_of, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
+from spool.model.rows import MOST
 from spool.train.planning.balance import Bins, fit, n_needed, partition
 from spool.train.planning.items import Cost, Item, Piece, Range, costs_of, items_of
 from spool.train.planning.mesh import Mesh, Place
@@ -23,7 +24,7 @@ from spool.train.planning.padding import Layout, Padding, padding
 from spool.train.planning.shares import MicroBatch, Share, Split, Table, share_of, table_of
 
 __all__ = [
-    "Item", "Mesh", "MicroBatch", "Piece", "Place", "Plan", "RankPlan", "Share", "plan", "plan_from_json", "plans",
+    "Item", "Mesh", "MicroBatch", "Piece", "Place", "Plan", "RankPlan", "Share", "lengths_of", "plan", "plans",
 ]  # fmt: skip
 
 Oversize = Literal["alone", "error"]
@@ -138,10 +139,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         Raises:
             InputError: the mesh has no such place or chunk.
         """
-        where = place if isinstance(place, Place) else self.mesh.place(place)
-        for axis, at in zip(Place._fields, where, strict=True):
-            if not 0 <= at < getattr(self.mesh, axis):
-                raise InputError(f"place {where} is not on this mesh: {axis} is {getattr(self.mesh, axis)}")
+        where = self.mesh.place(place)
         shares = [
             share_of(batch, self.items, self.split, self.table, self.mesh.cp, where.cp)
             for batch in self.batches[where.dp]
@@ -155,18 +153,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     def to_json(self) -> str:
         """Return the plan as JSON; `plan_from_json` reads it back."""
         return msgspec.json.encode(self).decode()
-
-
-def plan_from_json(text: str | bytes) -> Plan:
-    """Read a plan back from JSON.
-
-    Raises:
-        InputError: the text is not a plan.
-    """
-    try:
-        return msgspec.json.decode(text, type=Plan)
-    except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise InputError(f"this is not a plan, as Plan.to_json() makes them: {error}") from error
 
 
 def plan(
@@ -219,6 +205,7 @@ def plan(
             "pass max_tokens=, the most rows of a micro-batch, or n_micro=, how many there are; one of them"
         )
     one_of("oversize", oversize, get_args(Oversize))
+    instance("equal_counts", equal_counts, bool, "True or False")
     integer("mini_batch", mini_batch)
     rule = padding(mesh, split, layout, sequence_multiple=sequence_multiple, micro_multiple=micro_multiple)
     taken = items_of(items)
@@ -232,8 +219,9 @@ def plan(
             _refuse_oversize(sizes, capacity)
         bins = _by_size(ranks, costs, sizes, capacity, mesh, alike=rule.alike)
     batches = tuple(tuple(_batch(found, taken, sizes, costs, rule) for found in each) for each in bins)
+    _refuse_giant(batches)
     named = isinstance(split, str)
-    table = {} if named else table_of(cast("Any", split), _lengths(batches), mesh.cp)
+    table = {} if named else table_of(cast("Any", split), lengths_of(batches), mesh.cp)
     return Plan(
         mesh=mesh, items=tuple(taken), batches=batches, split=str(split) if named else "custom", layout=layout,
         mini_batch=mini_batch, table=table,
@@ -298,6 +286,16 @@ def _refuse_oversize(sizes: np.ndarray, capacity: int) -> None:
         )  # fmt: skip
 
 
+def _refuse_giant(batches: Iterable[Iterable[MicroBatch]]) -> None:
+    most = max(batch.n_rows for each in batches for batch in each)
+    if most >= MOST:
+        raise InputError(
+            f"a micro-batch would have {most} rows, and cu_seqlens, which are int32, count fewer than {MOST}: plan "
+            "more of them (n_micro=, max_tokens=)",
+            got=most,
+        )
+
+
 def _batch(
     found: Sequence[int], items: Sequence[Item], sizes: np.ndarray, costs: np.ndarray, rule: Padding
 ) -> MicroBatch:
@@ -308,7 +306,8 @@ def _batch(
     return MicroBatch(tuple(found), rows, tuple(padded.tolist()), rule.whole(mine), cost)
 
 
-def _lengths(batches: Sequence[Sequence[MicroBatch]]) -> Iterator[int]:
+def lengths_of(batches: Sequence[Sequence[MicroBatch]]) -> Iterator[int]:
+    """Yield the padded lengths that a split has to part."""
     for each in batches:
         for batch in each:
             yield from (length for length in (*batch.padded, batch.tail) if length)

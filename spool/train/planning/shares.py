@@ -156,7 +156,8 @@ def share_of(batch: MicroBatch, items: Sequence[Item], split: str, table: Table,
             positions.append((start, stop))
             sequences.append(number)
             to += stop - start
-    assert to == n_rows, "the ranges of a split do not add up"
+    if to != n_rows:
+        raise InputError(f"this plan is damaged: rank {rank} of {cp} has {to} rows of a micro-batch, not {n_rows}")
     return Share(
         n_rows=n_rows, items=batch.items, pieces=tuple(pieces), positions=tuple(positions),
         sequences=tuple(sequences), rows=batch.rows, padded=batch.padded, tail=batch.tail,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from spool.train.replay.dataset import SegmentDataset
 
 Oversize = Literal["alone", "error"]
-Count = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
 
 class Batch(dict[str, Any]):
@@ -88,9 +89,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     n_segments: Count
     fingerprint: str
     rules: Rules
-    world_size: Count
+    world_size: Size
     worker: Count | None = None
-    n_workers: Count = 1
+    n_workers: Size = 1
 
 
 class Batches:
@@ -206,6 +207,13 @@ class Batches:
         except msgspec.ValidationError as error:
             raise InputError(f"this is not what state_dict() of batches returns: {error}") from error
         self._check(found)
+        n_batches = len(epoch_of(self._units(found.n_segments), self._rules, found.epoch))
+        if found.position > (most := n_batches + found.world_size * found.n_workers):
+            raise InputError(
+                f"the state is behind batch {found.position}, and epoch {found.epoch} has {n_batches}: it is damaged; "
+                "take another checkpoint's",
+                expected=most, got=found.position,
+            )  # fmt: skip
         self._begin(found.epoch)
         self._position, self._worker, self._n_segments = found.position, found.worker, found.n_segments
         self._loaded = True
@@ -244,8 +252,8 @@ class Batches:
 
     # -- what it goes over -------------------------------------------------------------------------------------------
 
-    def _units(self) -> Units:
-        snapshot, n = self._dataset.snapshot, self._n_segments
+    def _units(self, n_segments: int | None = None) -> Units:
+        snapshot, n = self._dataset.snapshot, self._n_segments if n_segments is None else n_segments
         return units_of(snapshot.rows[:n], snapshot.groups[:n], self._rules.batch_by)
 
     def _check_sizes(self) -> None:

@@ -9,6 +9,7 @@ from spool.arguments import instance, listed, names, refused
 from spool.errors import InputError
 from spool.model.outcome import OUTCOMES
 from spool.model.refs import Ref, SegmentRef
+from spool.model.rows import MOST
 
 if TYPE_CHECKING:
     from spool.train.restoring.versions import VersionOrder
@@ -62,8 +63,9 @@ def entries_of(refs: object, lengths: Lengths | None) -> list[Entry]:
 
 def _stand_in(index: int, pair: Any) -> Ref:
     fits = isinstance(pair, Sequence) and len(pair) == 2 and all(type(n) is int for n in pair)
-    if not fits or not 0 <= pair[1] <= pair[0]:
-        raise refused("lengths", "(n_tokens, response_length) where refs has None", pair, entry=index)
+    if not fits or not 0 <= pair[1] <= pair[0] < MOST:
+        wanted = f"(n_tokens, response_length), both below {MOST}, where refs has None"
+        raise refused("lengths", wanted, pair, entry=index)
     n_tokens, response = pair
     return Ref(spool_id="", session_id="", n_tokens=n_tokens, n_rows=n_tokens, response_start=n_tokens - response)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from spool.arguments import listed, refused
 from spool.errors import InputError
+from spool.model.refs import numbered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,10 +67,11 @@ def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None
         return _told(listed("version", version, str, "a version, or all of them, oldest first"), found)
     current = None if version is None else str(version)
     names = tuple(found if current is None or current in found else [*found, current])
-    if all(name.isdecimal() for name in names):
-        if all(int(name) <= _MOST for name in names):
-            return VersionOrder({name: int(name) for name in names}, None, None if current is None else int(current))
-        names = tuple(sorted(names, key=int))
+    known = numbered(names)
+    if known is not None:
+        if all(number <= _MOST for number in known.values()):
+            return VersionOrder(known, None, None if current is None else known[current])
+        names = tuple(sorted(names, key=known.__getitem__))
     numbers = {name: number for number, name in enumerate(names)}
     return VersionOrder(numbers, names, None if current is None else numbers[current])
 
@@ -114,7 +116,7 @@ def check_mask_versions(rule: object) -> None:
     Raises:
         InputError: it is neither a name nor a number of versions.
     """
-    if rule not in ("all", "last") and (not isinstance(rule, int) or isinstance(rule, bool) or rule < 0):
+    if rule not in ("all", "last") and (type(rule) is not int or not 0 <= rule <= _MOST):
         raise refused("mask_versions", "all, last, or how many versions behind a token may be", rule)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -142,8 +142,9 @@ class UnitEncoder:
     def _run(self, units: Sequence[IndexedUnit]) -> Any:
         keys = [unit.key for unit in units]
         found = self._load(keys)
-        if isinstance(found, Mapping):
-            raise InputError("load() gave a mapping: it must give a list of arrays, one for each key, in order")
+        if isinstance(found, Mapping | str | bytes) or not isinstance(found, Iterable):
+            what = "a mapping" if isinstance(found, Mapping) else type(found).__name__
+            raise InputError(f"load() gave {what}: it must give a list of arrays, one for each key, in order")
         arrays = list(found)
         if len(arrays) != len(keys):
             raise InputError(
@@ -216,5 +217,7 @@ def _kind(out: Any) -> str:
 def _tensor(array: Any, device: Any) -> Any:
     if isinstance(array, torch.Tensor):
         return array.to(device)
+    if not isinstance(array, np.ndarray | np.generic):
+        raise InputError(f"load() gave {type(array).__name__} for a key: it must give numpy arrays or tensors")
     native = np.asarray(array, array.dtype.newbyteorder("="))
     return same_memory(np.require(native, requirements=["C", "W"])).to(device)

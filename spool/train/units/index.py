@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from spool.arguments import listed
+from spool.arguments import listed, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
-from spool.train.planning.items import Piece, items_of
+from spool.train.planning.items import Item, Piece, items_of
 
 _row = attrgetter("row")
 
@@ -80,10 +82,12 @@ class UnitIndex(Struct, frozen=True, kw_only=True):
     Attributes:
         units: each unit once, by first use.
         samples: all samples, by first trajectory; those without units too.
+        n_items: sequences that were given, those without a reference included: they are in no sample.
     """
 
     units: tuple[IndexedUnit, ...]
     samples: tuple[UnitSample, ...]
+    n_items: int
 
     @property
     def trajectories(self) -> tuple[UnitTrajectory, ...]:
@@ -122,22 +126,28 @@ class UnitRows(Struct, frozen=True, array_like=True, gc=False):
     to: int
 
 
-def unit_index(refs: Iterable[Ref]) -> UnitIndex:
+def unit_index(refs: Iterable[Ref | int | Item | None]) -> UnitIndex:
     """Return which units the references of a mini-batch use, and where.
 
     Args:
-        refs: segments or steps, in the order that `plan` gets them.
+        refs: segments or steps, in the order that `plan` gets them. None stands for a sample that failed, and a length
+            or an Item for one that has no units.
 
     Raises:
-        InputError: an entry is no reference, its units do not fit its tokens, or a unit has another number of rows
-            elsewhere; says which.
+        InputError: an entry is none of these, its units do not fit its tokens or have no keys, or a unit has another
+            number of rows elsewhere; says which.
     """
-    found = listed("refs", refs, Ref, "references, those that plan() gets")
-    items = items_of(found)
+    wanted = "references, those that plan() gets, or None for a sample that failed"
+    found = listed("refs", refs, (Ref, Integral, Item, type(None)), wanted)
+    items = items_of([0 if ref is None else ref for ref in found])
     numbers: dict[str, int] = {}
     rows: list[int] = []
     samples: dict[tuple[str, str], list[UnitTrajectory]] = {}
     for item, ref in enumerate(found):
+        if not isinstance(ref, Ref):
+            if items[item].units:
+                raise refused("refs", "a reference where an Item has units: that knows their keys", ref, entry=item)
+            continue
         uses = []
         for unit, row in zip(ref.units, items[item].unit_rows, strict=True):
             number = numbers.setdefault(unit.key, len(numbers))
@@ -151,7 +161,7 @@ def unit_index(refs: Iterable[Ref]) -> UnitIndex:
 
 
 def _index(
-    refs: Sequence[Ref], numbers: dict[str, int], rows: Sequence[int], samples: Iterable[Sequence[UnitTrajectory]]
+    refs: Sequence[Any], numbers: dict[str, int], rows: Sequence[int], samples: Iterable[Sequence[UnitTrajectory]]
 ) -> UnitIndex:
     counts, made = [0] * len(numbers), []
     for trajectories in samples:
@@ -163,7 +173,7 @@ def _index(
             for use in trajectory.uses:
                 counts[use.unit] += 1
     units = tuple(IndexedUnit(key, rows[number], counts[number]) for key, number in numbers.items())
-    return UnitIndex(units=units, samples=tuple(made))
+    return UnitIndex(units=units, samples=tuple(made), n_items=len(refs))
 
 
 def _uneven(key: str, n_rows: int, before: int, ref: Ref, item: int) -> InputError:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import isfinite
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -131,10 +133,13 @@ class EncodeOnce:
             missing: of a micro-batch with units whose backward did not run: ``error``, or ``zero``.
 
         Raises:
-            InputError: a gradient is missing, of which micro-batches is named; or it was called already.
+            InputError: ``scale`` is no finite number; a gradient is missing, of which micro-batches is named; or it was
+                called already.
             RankError: another rank failed, or did not answer in time.
         """
         self._check_open("backward")
+        if isinstance(scale, bool) or not isinstance(scale, Real) or not isfinite(scale):
+            raise refused("scale", "a finite number", scale)
         one_of("missing", missing, get_args(Missing))
         if self.trainable:
             self._check_came(missing)

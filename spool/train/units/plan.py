@@ -18,6 +18,7 @@ from spool.arguments import instance, listed, one_of, refused
 from spool.errors import InputError
 from spool.model.refs import Ref
 from spool.train.planning.balance import partition
+from spool.train.planning.carried import check_plan
 from spool.train.planning.items import Cost, Item, costs_of
 from spool.train.planning.mesh import Place
 from spool.train.planning.planner import Plan
@@ -154,7 +155,10 @@ class UnitPlan(Struct, frozen=True, kw_only=True):
         )
 
     def _uses(self) -> list[tuple[UnitUse, ...]]:
-        return [trajectory.uses for trajectory in self.index.trajectories]
+        uses: list[tuple[UnitUse, ...]] = [()] * self.index.n_items
+        for trajectory in self.index.trajectories:
+            uses[trajectory.item] = trajectory.uses
+        return uses
 
     def _owners(self) -> list[int]:
         owners = [0] * len(self.index.units)
@@ -171,13 +175,16 @@ def unit_plan_from_json(text: str | bytes) -> UnitPlan:
         InputError: the text is not a plan of units.
     """
     try:
-        return msgspec.json.decode(text, type=UnitPlan)
+        found = msgspec.json.decode(text, type=UnitPlan)
     except (msgspec.DecodeError, UnicodeEncodeError, TypeError, RecursionError) as error:
         raise InputError(f"this is not a plan of units, as UnitPlan.to_json() makes them: {error}") from error
+    check_plan(found.plan)
+    _check_same(found.index, found.plan)
+    return found
 
 
 def plan_units(
-    refs: Iterable[Ref] | UnitIndex,
+    refs: Iterable[Ref | int | Item | None] | UnitIndex,
     planned: Plan,
     *,
     encoders: int | Sequence[int] | None = None,
@@ -190,7 +197,7 @@ def plan_units(
     Deterministic: every rank that calls this with the same arguments gets the same plan.
 
     Args:
-        refs: the references that ``planned`` was made of, in that order, or their `unit_index`.
+        refs: what ``planned`` was made of, in that order, None for a sample that failed; or their `unit_index`.
         planned: the backbone's plan, whatever its mesh.
         encoders: how many processes encode, the first ones of the group; or which. Where None, all of the backbone's.
         backbone: the process of each rank of the mesh; where None, rank *r* is process *r*.
@@ -232,13 +239,13 @@ def _processes(name: str, given: object) -> tuple[int, ...]:
 
 def _check_same(index: UnitIndex, planned: Plan) -> None:
     """Check that the plan was made of the references of the index."""
-    trajectories = index.trajectories
-    if len(trajectories) != len(planned.items):
+    if index.n_items != len(planned.items):
         raise InputError(
-            f"the plan has {len(planned.items)} items and refs are {len(trajectories)}: give the references that "
+            f"the plan has {len(planned.items)} items and refs are {index.n_items}: give the references that "
             "plan() got, in that order"
         )
-    for trajectory, item in zip(trajectories, planned.items, strict=True):
+    for trajectory in index.trajectories:
+        item = planned.items[trajectory.item]
         units = tuple((use.position, index.units[use.unit].n_rows) for use in trajectory.uses)
         if units != item.units:
             raise InputError(
