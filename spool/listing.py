@@ -45,7 +45,7 @@ class Listing:
         self._catalog, self._catch_up = catalog, catch_up
         self._where, self._order, self._discarded, self._limit = where, tuple(order), discarded, limit
         self._numbers = array("q")
-        self._version: tuple[int, ...] = ()
+        self._version: tuple[object, ...] = ()
         self._rest_until = 0.0
         self._sort()
 

@@ -54,6 +54,10 @@ def test_what_is_only_in_the_wal_is_copied_too(tmp_path):
         assert Catalog.open(path_of(tmp_path), readonly=True).dump() == catalog.dump()
 
 
+def unreadable(_path):
+    raise OSError
+
+
 class catalog_transaction:  # noqa: N801
     """A transaction of another connection that deletes everything, and never commits."""
 
@@ -96,6 +100,7 @@ def test_without_a_sound_file_the_copy_is_empty(tmp_path, what):
 
 
 def test_a_file_that_never_rests_is_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr("spool.catalog.snapshot._through_sqlite", unreadable)
     filled(tmp_path).close()
     whole = shutil.copyfile
 
@@ -251,6 +256,66 @@ def test_a_file_that_is_opened_meanwhile_is_looked_at_anew(tmp_path):
     writer.close()
     assert reader.session("new") is not None
     assert reader.is_borrowed
+
+
+VISITOR = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from recorded import feed, opened, step
+from spool.catalog import Catalog
+for line in sys.stdin:
+    catalog = Catalog.open(sys.argv[1])
+    names = [f"{int(line):04}-{number:03}-{'x' * 300}" for number in range(50)]
+    feed(catalog, [event for name in names for event in (opened(name), step(name, 0))], pack=int(line))
+    catalog.close()
+    print(flush=True)
+"""
+
+
+def test_writers_that_come_and_go_between_two_looks_are_seen(tmp_path):
+    """Nobody has the file open before nor after: it is the same file, of another size and time."""
+    filled(tmp_path).close()
+    code = [sys.executable, "-c", VISITOR, path_of(tmp_path), os.path.dirname(__file__)]
+    writer = subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    reader = Catalog.open(path_of(tmp_path), readonly=True)
+    assert len(list(reader.sessions())) == 3
+    version = reader.version
+    for visit in range(1, 31):
+        writer.stdin.write(f"{visit}\n")
+        writer.stdin.flush()
+        if visit % 3:  # else it is looked at while the writer is at it
+            writer.stdout.readline()
+        known = len(list(reader.sessions()))
+        assert 3 + 50 * (visit - 1 + bool(visit % 3)) <= known <= 3 + 50 * visit
+        assert (reader.version != version) or not visit % 3
+        version = reader.version
+        if not visit % 3:
+            writer.stdout.readline()
+        assert len(reader.numbers(None, ("number",))) == 3 + 50 * visit
+        assert reader.check() == []
+    writer.stdin.close()
+    assert writer.wait() == 0
+    writer.stdout.close()
+    assert reader.is_borrowed
+
+
+def test_a_copy_takes_no_locks_away_from_another_handle_of_the_process(tmp_path):
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        s = sp.session("s", experts=SHAPE)
+        add(s, [1, 2], [3])
+        inode = os.stat(f"{root}/catalog.sqlite").st_ino
+
+        def locks():
+            with open("/proc/locks") as file:
+                return sum(f":{inode} " in line and str(os.getpid()) in line for line in file)
+
+        held = locks()
+        copy = Catalog.open(f"{root}/catalog.sqlite", readonly=True)
+        feed(copy, [opened("more")], pack=7)
+        assert copy.in_memory
+        copy.close()
+        assert locks() == held > 0
 
 
 def test_a_large_copy_is_a_file_without_a_name_and_a_child_makes_its_own(tmp_path, monkeypatch):

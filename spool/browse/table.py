@@ -184,10 +184,18 @@ class Table(Lines):
         text, width = cell[0], self._widths[column.key]
         length = cell_len(text)
         if length > width:
-            return set_cell_size(text, width - 1) + "…"
+            return _elided(text, width)
         return " " * (width - length) + text if column.right else text + " " * (width - length)
 
     @property
     def hidden(self) -> tuple[int, int]:
         """How many columns are out of sight, to the left and to the right."""
         return self._left - 1, len(self.columns) - self._left - len(self._shown()) + 1
+
+
+def _elided(text: str, width: int) -> str:
+    """Return text that is too long without its middle: ids that begin alike differ in how they end."""
+    tail = text[-(width // 2) :]
+    while cell_len(tail) > width // 2:
+        tail = tail[1:]
+    return set_cell_size(text, width - 1 - cell_len(tail)) + "…" + tail

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import apsw
 
 from spool.catalog import schema, snapshot
-from spool.catalog.database import Database, _Link
+from spool.catalog.database import Database, Link
 from spool.catalog.schema import DamagedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
+
+TRIES = 5
+"""How often a question is asked again because a process came, wrote into the file and went meanwhile."""
 
 
 class BorrowedDatabase(Database):
     """Reads the file, and writes only into a copy of it, made when something is written for the first time.
+
+    While a process has the file open, it is read as SQLite's readers do. While none has, it is read without a lock, so
+    that an answer counts only if the file was the same afterwards (`schema.mark`).
 
     Where the file cannot be read in place, it begins with the copy; where there is no sound file, with nothing. Then
     ``path`` is None.
@@ -24,19 +32,39 @@ class BorrowedDatabase(Database):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._links(_Link(), None)
+        self._links(Link(), None)
 
     @property
     def is_borrowed(self) -> bool:
         """The file is read where it lies; false once there is a copy."""
         return self.path is not None
 
+    def version(self) -> tuple[object, ...]:
+        """See `Database.version`."""
+        path = self.path
+        return *super().version(), None if path is None else schema.mark(path)
+
+    def ask(self, question: Callable[[apsw.Connection], T], *, apart: bool = False) -> T:
+        """See `Database.ask`."""
+        for _ in range(TRIES):
+            path = self.path
+            before = None if path is None else schema.mark(path)
+            try:
+                found = super().ask(question, apart=apart)
+            except DamagedError:
+                if path is None or schema.mark(path) == before:
+                    raise
+                self.damage = None
+                continue
+            if path is None or before is None or before.has_wal or schema.mark(path) == before:
+                return found
+        self._go_on_with_copy()
+        return super().ask(question, apart=apart)
+
     @contextmanager
     def writing(self) -> Iterator[apsw.Connection]:
         """See `Database.writing`; of a copy."""
-        with self._writer.lock:
-            if self.path is not None:
-                self._copy(self.path)
+        self._go_on_with_copy()
         with super().writing() as connection:
             yield connection
 
@@ -45,31 +73,32 @@ class BorrowedDatabase(Database):
         if self.path is None:
             return super().move_aside(damage)
         self.damage = None
-        with self._writer.lock:
-            self._copy(self.path)
+        self._go_on_with_copy()
         return None
 
-    def _copy(self, path: str) -> None:
-        link = self._writer
-        link.close()
-        self.path = None
-        self._memory_epoch += 1
-        link.connection = snapshot.load(path)
+    def _go_on_with_copy(self) -> None:
+        with self._writer.lock:
+            if self.path is None:
+                return
+            path, self.path = self.path, None
+            self._writer.close()
+            self._memory_epoch += 1
+            self._writer.connection = snapshot.load(path)
 
-    def _connection(self, link: _Link) -> apsw.Connection:
-        if self.path is None:
-            return super()._connection(self._writer)
-        if link.connection is not None and (
-            schema.identity(self.path) != link.identity or schema.has_wal(self.path) != link.has_wal
-        ):
+    def _connection(self, link: Link) -> apsw.Connection:
+        if self.path is not None and link.connection is not None and not self._is_as_opened(link, self.path):
             link.close()
-        if link.connection is None:
+        if self.path is not None and link.connection is None:
             try:
-                link.identity, link.has_wal = schema.identity(self.path), schema.has_wal(self.path)
+                link.identity, link.mark = schema.identity(self.path), schema.settled_mark(self.path)
                 link.connection = schema.connect_readonly(self.path)
             except (DamagedError, OSError, apsw.Error):
-                with self._writer.lock:
-                    if self.path is not None:
-                        self._copy(self.path)
-                return super()._connection(self._writer)
-        return link.connection
+                self._go_on_with_copy()
+        return link.connection if self.path is not None and link.connection else super()._connection(self._writer)
+
+    @staticmethod
+    def _is_as_opened(link: Link, path: str) -> bool:
+        now = schema.mark(path)
+        if now is None or link.mark is None or now.has_wal != link.mark.has_wal:
+            return False
+        return now.identity == link.mark.identity if now.has_wal else now == link.mark

@@ -99,8 +99,7 @@ class Catalog:
 
     def check(self) -> list[str]:
         """Return what a full integrity check finds wrong; nothing where the file is sound."""
-        with self._database.reading() as connection:
-            return schema.check(connection, whole=True)
+        return self._database.ask(lambda connection: schema.check(connection, whole=True))
 
     @property
     def damage(self) -> DamagedError | None:
@@ -315,8 +314,9 @@ class Catalog:
             InputError: the filter or the order does not parse.
         """
         sql, values = listing.numbers_query(where, order, after=after, discarded=discarded, limit=limit)
-        with self._database.reading_apart() as connection:
-            return array("q", (number for (number,) in connection.execute(sql, values)))
+        return self._database.ask(
+            lambda connection: array("q", (number for (number,) in connection.execute(sql, values))), apart=True
+        )
 
     def looks(self, numbers: Sequence[int]) -> list[SessionLook]:
         """Return sessions by number, in the order given, as they are now; those that are gone are left out."""
@@ -329,18 +329,18 @@ class Catalog:
             InputError: the filter or the order does not parse.
         """
         sql, values = listing.groups_query(where, order, limit)
-        with self._database.reading_apart() as connection:
-            return [listing.group(row) for row in connection.execute(sql, values)]
+        return self._database.ask(
+            lambda connection: [listing.group(row) for row in connection.execute(sql, values)], apart=True
+        )
 
     def newest(self) -> int:
         """Return the number of the session that arrived last; 0 where there is none."""
         return listing.newest(self._run)
 
     @property
-    def version(self) -> tuple[int, ...]:
+    def version(self) -> tuple[object, ...]:
         """A value that changes whenever something was taken in, by whichever process."""
-        with self._database.reading() as connection:
-            return *self.epoch, connection.data_version(), connection.total_changes()
+        return self._database.version()
 
     def check_filter(self, where: str, of: Literal["sessions", "segments"]) -> None:
         """Check a filter expression and its names: each a column, or a late fact that something here has.
@@ -489,8 +489,7 @@ class Catalog:
     # -- shared ------------------------------------------------------------------------------------------------------
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        with self._database.reading() as connection:
-            return connection.execute(sql, tuple(values)).fetchall()
+        return self._database.ask(lambda connection: connection.execute(sql, tuple(values)).fetchall())
 
     def _sid(self, session_id: str) -> int | None:
         for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):

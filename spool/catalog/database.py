@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import apsw
 
@@ -22,7 +22,9 @@ from spool.catalog.schema import DamagedError
 from spool.errors import CapacityError, StorageError, moved_away
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+T = TypeVar("T")
 
 FORK_WAIT_S = 30.0
 """How long a fork waits for a transaction of another thread."""
@@ -33,18 +35,19 @@ _OTHER_WAL = frozenset({apsw.SQLITE_IOERR_SHORT_READ, apsw.SQLITE_IOERR_SHMMAP, 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class _Link:
-    """A connection, opened on first use, and its lock."""
+class Link:
+    """A connection, opened on first use, and its lock; ``mark`` is of the file, where that is opened to read only."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.connection: apsw.Connection | None = None
         self.identity: schema.Identity | None = None
-        self.has_wal = False
+        self.mark: schema.Mark | None = None
         self.owner = 0
         self.held = False
 
     def close(self) -> None:
+        """Close the connection; the next use opens another."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -63,11 +66,11 @@ class Database:
     def __init__(self, path: str | None) -> None:
         self.path = path
         self.damage: DamagedError | None = None
-        self._links(_Link(), _Link() if path is not None else None)
+        self._links(Link(), Link() if path is not None else None)
         self._memory_epoch = 0
         _live.add(self)
 
-    def _links(self, writer: _Link, reader: _Link | None) -> None:
+    def _links(self, writer: Link, reader: Link | None) -> None:
         # one database in memory is one connection
         self._writer, self._reader = writer, reader or writer
 
@@ -82,6 +85,23 @@ class Database:
         if self.path is None:
             return (0, 0, self._memory_epoch)
         return schema.identity(self.path) or (0, 0)
+
+    def version(self) -> tuple[object, ...]:
+        """Return a value that changes whenever something was written, by whichever process."""
+        return *self.epoch, *self.ask(lambda connection: (connection.data_version(), connection.total_changes()))
+
+    def ask(self, question: Callable[[apsw.Connection], T], *, apart: bool = False) -> T:
+        """Return what a question finds that only reads.
+
+        Args:
+            question: called with a connection; may be called again where the file changed under it.
+            apart: it takes long: a file is read by a connection of its own, so that others go on meanwhile.
+
+        Raises:
+            DamagedError, StorageError, CapacityError: of what is done with it.
+        """
+        with self._reading_apart() if apart else self.reading() as connection:
+            return question(connection)
 
     @contextmanager
     def reading(self) -> Iterator[apsw.Connection]:
@@ -120,13 +140,8 @@ class Database:
                     connection.execute("ROLLBACK")
 
     @contextmanager
-    def reading_apart(self) -> Iterator[apsw.Connection]:
-        """Lend a connection for a query that takes long: of a file one of its own, so that others go on meanwhile.
-
-        Raises:
-            DamagedError, StorageError, CapacityError: of what is done with it.
-        """
-        link = _Link()
+    def _reading_apart(self) -> Iterator[apsw.Connection]:
+        link = Link()
         own = self._connection(link) if self.path is not None else None
         try:
             if self.path is None or own is None:
@@ -152,7 +167,7 @@ class Database:
             with link.lock:
                 link.close()
 
-    def _connection(self, link: _Link) -> apsw.Connection:
+    def _connection(self, link: Link) -> apsw.Connection:
         # 2 us, and the only way to learn that the file was deleted or moved aside by another process
         if self.path is not None and not link.owner and schema.identity(self.path) != link.identity:
             link.close()
@@ -162,7 +177,7 @@ class Database:
         return link.connection
 
     @contextmanager
-    def _translated(self, link: _Link) -> Iterator[None]:
+    def _translated(self, link: Link) -> Iterator[None]:
         name = self.path or "the catalog in memory"
         try:
             yield
@@ -219,7 +234,7 @@ class Database:
         if inherited:
             self.path = None
             self._memory_epoch = os.getpid()
-        self._links(_Link(), _Link() if self.path is not None else None)
+        self._links(Link(), Link() if self.path is not None else None)
 
 
 def _no_room(name: str, error: apsw.Error) -> CapacityError:

@@ -155,8 +155,7 @@ class Packs:
             connection.executemany("DELETE FROM objects WHERE key = ?", [(key,) for key in keys])
 
     def _run(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._database.reading() as connection:
-            return connection.execute(sql, values).fetchall()
+        return self._database.ask(lambda connection: connection.execute(sql, values).fetchall())
 
 
 def _says(row: PackRow, state: int, hot: int | None, stored: int | None, sealed_at: float | None) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import quote
 
 import apsw
@@ -101,6 +102,9 @@ FED = (
 NEEDED = ("events_of", "uses_via")
 """Indexes that feeding itself looks up in."""
 
+SETTLED_NS = 20_000_000
+"""A file changed less than this ago may change again without its time showing it."""
+
 WAL_VERSION = 2
 """What bytes 18 and 19 of a database in WAL mode are."""
 
@@ -180,16 +184,16 @@ def connect_readonly(path: str) -> apsw.Connection:
     """Open a database as it lies there, to read only: no transaction waits for it, and it makes no file.
 
     Where a process has the file open, its WAL and shared memory are used as all readers do. Where none has, there is no
-    WAL, and not even locks are taken; whoever keeps the connection opens it again once there is one (`has_wal`).
+    WAL, and not even locks are taken: what is read counts only if the `mark` is the same afterwards.
 
     Raises:
         DamagedError: there is none, or it is something else, of another version, or torn.
         apsw.Error: it cannot be opened.
     """
-    file = identity(path)
-    if file is None or has_wal(path) != os.path.exists(path + _BESIDE[0]):
+    file, found = identity(path), mark(path)
+    if found is None or found.has_wal != os.path.exists(path + _BESIDE[0]):
         raise DamagedError(f"{path} cannot be read where it is", file=file)
-    options = "mode=ro" if has_wal(path) else "mode=ro&immutable=1"
+    options = "mode=ro" if found.has_wal else "mode=ro&immutable=1"
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     connection = apsw.Connection(f"file:{quote(path)}?{options}", flags=flags)
     try:
@@ -204,9 +208,29 @@ def connect_readonly(path: str) -> apsw.Connection:
     return connection
 
 
-def has_wal(path: str) -> bool:
-    """Whether there is a WAL beside a database: a process has it open, or died with it."""
-    return os.path.exists(path + _BESIDE[1])
+class Mark(NamedTuple):
+    """What is seen of a database file from outside: which file it is, when it was written, whether it has a WAL."""
+
+    identity: Identity
+    n_bytes: int
+    changed_ns: int
+    has_wal: bool
+
+
+def mark(path: str) -> Mark | None:
+    """Return the mark of a database file; None where there is none. A WAL is there while a process has it open."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return Mark((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns, os.path.exists(path + _BESIDE[1]))
+
+
+def settled_mark(path: str) -> Mark | None:
+    """Return the mark of a database file once its time is not the present: a later change would not show in it."""
+    while (found := mark(path)) is not None and time.time_ns() - found.changed_ns < SETTLED_NS and not found.has_wal:
+        time.sleep(SETTLED_NS / 1e9)
+    return found
 
 
 def _is_of_later_version(path: str) -> bool:

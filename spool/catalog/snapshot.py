@@ -26,8 +26,6 @@ MEMORY_BYTES = 64 << 20
 
 _ATTEMPTS = 3
 _WAL_HEADER_BYTES = 32
-_SETTLED_NS = 20_000_000
-"""A file changed less than this ago may change again without its time showing it."""
 
 
 def load(path: str) -> apsw.Connection | None:
@@ -39,6 +37,33 @@ def load(path: str) -> apsw.Connection | None:
     Returns:
         None where there is no sound catalog, no room for a copy, or it changed too often to be copied.
     """
+    for _ in range(_ATTEMPTS):
+        before = schema.settled_mark(path)
+        try:
+            found = _through_sqlite(path)
+        except (DamagedError, OSError, apsw.Error):
+            break
+        if before is None or before.has_wal or schema.mark(path) == before:
+            return found
+        found.close()
+    return _through_files(path)
+
+
+def _through_sqlite(path: str) -> apsw.Connection:
+    """Copy a catalog that can be read where it lies.
+
+    No descriptor of it is closed but by SQLite: that would take away the locks that this process may have on it for
+    another handle.
+    """
+    source = schema.connect_readonly(path)
+    try:
+        return _copy_of(source, os.path.getsize(path))
+    finally:
+        source.close()
+
+
+def _through_files(path: str) -> apsw.Connection | None:
+    """Copy the file and the WAL of a catalog that nobody has open, or that is damaged."""
     with TemporaryDirectory(prefix="spool-") as folder:
         copy = os.path.join(folder, "catalog.sqlite")
         try:
@@ -48,34 +73,36 @@ def load(path: str) -> apsw.Connection | None:
         except (DamagedError, OSError, apsw.Error):
             return None
         try:
-            found.pragma("journal_mode", "memory")
             n_bytes = os.path.getsize(copy)
             if n_bytes <= schema.CHECKED_BYTES and schema.check(found, whole=False):
-                found.close()
                 return None
-            return found if n_bytes > MEMORY_BYTES else _in_memory(found)
-        except apsw.Error:
-            found.close()
+            return _copy_of(found, n_bytes)
+        except (OSError, apsw.Error):
             return None
+        finally:
+            found.close()
 
 
-def _in_memory(source: apsw.Connection) -> apsw.Connection:
-    """Return a copy in memory; the source is closed."""
-    target = schema.connect(schema.MEMORY)
-    try:
-        with target.backup("main", source, "main") as backup:
-            while not backup.done:
-                backup.step()
-    finally:
-        source.close()
-    return target
+def _copy_of(source: apsw.Connection, n_bytes: int) -> apsw.Connection:
+    """Return a copy in memory, or in a file without a name."""
+    with TemporaryDirectory(prefix="spool-") as folder:
+        target = schema.connect(schema.MEMORY if n_bytes <= MEMORY_BYTES else os.path.join(folder, "catalog.sqlite"))
+        try:
+            target.pragma("journal_mode", "memory")
+            with target.backup("main", source, "main") as backup:
+                backup.step(-1)
+            target.pragma("journal_mode", "memory")  # the source's came with it
+        except BaseException:
+            target.close()
+            raise
+        return target
 
 
 def _copied(path: str, target: str) -> bool:
     """Copy the file and its WAL; whether they belong together is known from what did not change meanwhile."""
     mark = _mark(path)
     if mark is None:
-        time.sleep(_SETTLED_NS / 1e9)
+        time.sleep(schema.SETTLED_NS / 1e9)
         return False
     shutil.copyfile(path, target)
     with suppress(FileNotFoundError):
@@ -91,7 +118,7 @@ def _mark(path: str) -> Hashable:
     Frames that a WAL grows by are no change: what is behind the last commit in the copy is left out by SQLite.
     """
     found = os.stat(path)
-    if time.time_ns() - found.st_mtime_ns < _SETTLED_NS:
+    if time.time_ns() - found.st_mtime_ns < schema.SETTLED_NS:
         return None
     header = b""
     with suppress(FileNotFoundError), open(f"{path}-wal", "rb") as file:

@@ -38,5 +38,4 @@ class NamedUnits:
         return {key for (key,) in self._run(_UNPUBLISHED, (OPENED, SEALED))}
 
     def _run(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._database.reading() as connection:
-            return connection.execute(sql, values).fetchall()
+        return self._database.ask(lambda connection: connection.execute(sql, values).fetchall())
