@@ -13,7 +13,7 @@ from spool.look.conversation import Block, blocks, n_shared, spelled, step_befor
 from spool.look.places import places
 from spool.look.references import find, named
 from spool.look.session import look_at
-from spool.look.text import ago, one_line, short
+from spool.look.text import ago, one_line, safe_text, short
 from spool.look.tree import StepLook, glyph, rails, tree_rows
 from spool.model.refs import StepRef
 
@@ -242,3 +242,9 @@ def test_short_numbers_and_ages():
         "0", "9,999", "10.0K", "99.9K", "1000K", "1.00M", "12.3M", "1.00T", "1000000E",
     ]  # fmt: skip
     assert [ago(s) for s in (-5, 0, 59.9, 60, 7200, 90_000)] == ["0s", "0s", "59s", "1m", "2h", "1d"]
+
+
+@pytest.mark.parametrize("char", "\u034f\u115f\u1160\u2800\u3164\uffa0\u200b\u202e\u00ad\u061c\x1b\x00\x9b")
+def test_what_cannot_be_seen_is_shown_as_an_escape(char):
+    assert one_line(f"a{char}b").isascii()
+    assert safe_text(f"a{char}b").isascii()

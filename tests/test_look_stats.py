@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from collections import Counter
 
 import msgspec
@@ -267,3 +268,29 @@ def test_bins_double_from_where_they_stop_being_exact(sp):
     found = {part.low: part.n for part in sp.summary(current_version="1000").staleness.behind.bins if part.n}
     assert found == {0: 1, 1: 1, EXACT - 1: 1, EXACT: 1, 4 * EXACT: 1, 512: 1}
     assert math.log2(512) == 9
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[1e308, -1e308], [5e-324, 0.0], [1.7e308], [1e9, 1e9 + 1, 1e9 + 2], [1e8 + 0.1, 1e8 + 0.2, 1e8 + 0.3],
+     [1.0, 1.0 + 2**-52], [1e200, 0.0], [-0.0, 0.0], [0.1, 0.7]],
+)  # fmt: skip
+def test_rewards_of_any_size_are_counted_and_spread(sp, tmp_path, rewards):
+    for n, reward in enumerate(rewards):
+        s = sp.session(f"s{n}", group_id="g", rollout_step=0)
+        s.append(prompt_token_ids=[1], response_token_ids=[2], weight_version="9" * 30)
+        s.finalize(outcome="completed")
+        sp.annotate(f"s{n}", reward=reward)
+    found = sp.summary(current_version="9" * 22)
+    assert sum(part.n for part in found.rewards.bins) == len(rewards)
+    assert (found.rewards.low, found.rewards.high) == (min(rewards), max(rewards))
+    if len(found.rewards.bins) > 1:
+        assert all(part.low < part.high for part in found.rewards.bins)
+    (group,), (point,) = sp.groups(), found.rollout
+    for std in (group.reward_std, point.reward_std):
+        assert std is not None
+        if max(map(abs, rewards)) < 1e100:
+            assert math.isclose(std, statistics.pstdev(rewards), rel_tol=1e-6, abs_tol=1e-15)
+    done = run("stats", sp.config.root, "--json")
+    assert done.code == 0
+    assert run("report", sp.config.root, "-o", tmp_path / "page.html").code == 0

@@ -153,7 +153,7 @@ def sums(connection: apsw.Connection, sids: Sequence[int]) -> None:
 def versions(spans: Sequence[VersionSpan]) -> tuple[int | float | str | None, int | float | str | None]:
     """Return the oldest and the newest weight version of some tokens as columns; None where there is none."""
     first, last = version_span(spans) or (None, None)
-    return _version(first), _version(last)
+    return version_column(first), version_column(last)
 
 
 def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
@@ -176,8 +176,9 @@ def _segment_columns(ref: SegmentRef) -> dict[str, Any]:
     return {name: fit(value) for name, value in columns.items()}
 
 
-def _version(name: str | None) -> int | float | str | None:
-    numbers = None if name is None else numbered([name])  # so that filters compare 9 < 12
+def version_column(name: str | None) -> int | float | str | None:
+    """Return a weight version as a column: a number where it is one, so that filters compare 9 < 12."""
+    numbers = None if name is None else numbered([name])
     return name if name is None or numbers is None else fit(numbers[name])
 
 

@@ -26,7 +26,7 @@ _OF_GROUP = {
     "reward_min": "min(reward)",
     "reward_mean": "avg(reward)",
     "reward_max": "max(reward)",
-    "reward_std": "sqrt(max(avg(reward * reward) - avg(reward) * avg(reward), 0))",
+    "reward_std": "sqrt(avg((reward - mean) * (reward - mean)))",
     "n_steps": "total(iif(kept, n_steps, 0))",
     "n_tokens": "total(iif(kept, n_tokens, 0))",
     "opened_at": "min(opened_at)",
@@ -84,10 +84,13 @@ def groups_query(where: str | None, order: Sequence[str], limit: int | None) -> 
     match = session_filter(where)
     terms = [order_term(term, {name: name for name in _OF_GROUP}) for term in order]
     columns = ", ".join(f"{sql} AS {name}" for name, sql in _OF_GROUP.items())
-    sql = (
-        f"SELECT {columns} FROM (SELECT s.group_id, s.n_steps, s.n_tokens, s.opened_at, s.last_at, s.finished_at, "
+    inner = (
+        "SELECT s.group_id, s.n_steps, s.n_tokens, s.opened_at, s.last_at, s.finished_at, "
         f"s.discarded_at IS NULL AS kept, iif(s.discarded_at IS NULL, {_REWARD}, NULL) AS reward "
-        f"FROM sessions s WHERE {_OPENED} AND {match.sql}) "
+        f"FROM sessions s WHERE {_OPENED} AND {match.sql}"
+    )
+    sql = (
+        f"SELECT {columns} FROM (SELECT *, avg(reward) OVER (PARTITION BY group_id) AS mean FROM ({inner})) "
         f"GROUP BY group_id ORDER BY {', '.join([*terms, 'group_id'])} LIMIT ?"
     )
     return sql, (*match.values, -1 if limit is None else limit)

@@ -10,11 +10,16 @@ from typing import Any
 
 from msgspec import Struct
 
+from spool.catalog.fold import version_column
 from spool.catalog.query import SESSION, Execute
 from spool.catalog.where import Filter, Value, compile_where
 
 MOST_NAMES = 20
 """Sources or finish reasons that are told apart; the rest are counted together."""
+LEAST_STEP, MOST_STEP, LEAST_DIGIT = 1e-290, 1e290, 1e-13
+"""Bounds of the widths of bins of rewards, and that beside the rewards themselves."""
+LEAST_STEP, MOST_STEP, LEAST_DIGIT = 1e-290, 1e290, 1e-13
+"""Bounds of the widths of bins of rewards, the last beside the rewards themselves."""
 MOST_BINS = 24
 MOST_STEPS = 200
 MOST_PERIODS = 120
@@ -348,6 +353,8 @@ def _rewards(asked: _Asked) -> Histogram:
     if not n:
         return Histogram(n_missing=missing)
     width = _width(float(low), float(high), MOST_BINS)
+    if width is None:
+        return Histogram(n=n, n_missing=missing, low=low, high=high, bins=(Bin(low, high, n),))
     first = math.floor(low / width)
     last = max(math.ceil(high / width) - 1, first)
     found = asked.rows(
@@ -356,20 +363,26 @@ def _rewards(asked: _Asked) -> Histogram:
         first=(width, last, first),
     )
     bins = {int(number): int(count) for number, count, *_ in found}
-    filled = _filled(bins, lambda number: (_round(number * width), _round((number + 1) * width)))
+    filled = _filled(bins, lambda number: (_round(number * width, width), _round((number + 1) * width, width)))
     return _gathered(found, filled, missing)
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.9g}")
+def _round(value: float, width: float) -> float:
+    """Return an edge of bins without the last digits that come of multiplying."""
+    return round(value, 3 - math.floor(math.log10(width)))
 
 
-def _width(low: float, high: float, most: int) -> float:
-    """Return a round width of which ``most`` bins, or fewer, span from ``low`` to ``high``."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / most))
+def _width(low: float, high: float, most: int) -> float | None:
+    """Return a round width of which ``most`` bins, or fewer, span from ``low`` to ``high``.
+
+    None where numbers of 64 bits cannot tell such bins apart.
+    """
+    step = (high / most - low / most) or abs(high) / most or 1.0 / most
+    if not max(LEAST_STEP, LEAST_DIGIT * max(abs(low), abs(high))) < step < MOST_STEP:
+        return None
+    power = 10.0 ** math.floor(math.log10(step))
     widths = (factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0))
-    return next((width for width in widths if math.ceil(high / width) - math.floor(low / width) <= most), span)
+    return next((width for width in widths if math.ceil(high / width) - math.floor(low / width) <= most), None)
 
 
 def _staleness(asked: _Asked, current: str | None) -> Staleness:
@@ -378,7 +391,8 @@ def _staleness(asked: _Asked, current: str | None) -> Staleness:
         "count(DISTINCT last_version), max(last_version) FROM segments"
     )[0]
     known, first, last, joined = "", "g.first_version", "g.last_version", ""
-    against: Value | None = None if current is None else int(current) if current.isdecimal() else None
+    number = version_column(current)
+    against: Value | None = None if isinstance(number, str) else number
     if n_text:
         known, first, last = f"WITH seen AS MATERIALIZED ({_SEEN})", "a.rank", "b.rank"
         joined = "LEFT JOIN seen a ON a.v = g.first_version LEFT JOIN seen b ON b.v = g.last_version"
@@ -436,10 +450,14 @@ def _rollout(asked: _Asked) -> tuple[RolloutPoint, ...]:
         return ()
     width = max(-(-(high - low + 1) // MOST_STEPS), 1)
     reward = f"iif({_IS_REWARD}, f.value, NULL)"
+    inner = (
+        f"SELECT (s.rollout_step - ?) / ? AS bin, s.rollout_step AS step, s.n_tokens AS tokens, {reward} AS r "
+        f"{asked.rewarded} AND s.rollout_step IS NOT NULL"
+    )
+    # two passes: the mean of squares less the square of the mean has no digits left where rewards are large
     found = asked.rows(
-        f"SELECT (s.rollout_step - ?) / ?, min(s.rollout_step), max(s.rollout_step), count(*), total(s.n_tokens), "
-        f"count({reward}), avg({reward}), avg({reward} * {reward}), min({reward}), max({reward}) "
-        f"{asked.rewarded} AND s.rollout_step IS NOT NULL GROUP BY 1 ORDER BY 1",
+        "SELECT bin, min(step), max(step), count(*), total(tokens), count(r), avg(r), avg((r - mean) * (r - mean)), "
+        f"min(r), max(r) FROM (SELECT *, avg(r) OVER (PARTITION BY bin) AS mean FROM ({inner})) GROUP BY 1 ORDER BY 1",
         first=(low, width),
     )
     return tuple(
@@ -450,11 +468,11 @@ def _rollout(asked: _Asked) -> tuple[RolloutPoint, ...]:
             n_tokens=int(tokens),
             n_rewards=n_rewards,
             reward=mean,
-            reward_std=None if mean is None else math.sqrt(max(squares - mean * mean, 0.0)),
+            reward_std=None if variance is None else math.sqrt(variance),
             reward_low=least,
             reward_high=most,
         )
-        for _, first, last, n, tokens, n_rewards, mean, squares, least, most in found
+        for _, first, last, n, tokens, n_rewards, mean, variance, least, most in found
     )
 
 

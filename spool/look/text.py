@@ -10,6 +10,9 @@ _PICTURE = "\u2600-\u27bf\U0001f000-\U0001faff"
 # a joiner inside of an emoji is part of it, anywhere else it hides
 _SUSPECT = re.compile(f"(?!(?<=[{_PICTURE}\ufe0f])\u200d[{_PICTURE}])[^\\x20-\\x7e]")
 _UNITS = "KMGTPE"
+_UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+"""Letters, marks and symbols of which nothing is drawn."""
+
 _NAMED = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
@@ -33,7 +36,7 @@ def json_text(text: str) -> str:
 
 
 def _is_plain(char: str) -> bool:
-    return char.isprintable() or unicodedata.category(char) == "Zs"
+    return (char.isprintable() and char not in _UNSEEN) or unicodedata.category(char) == "Zs"
 
 
 def _shown(match: re.Match[str]) -> str:

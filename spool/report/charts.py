@@ -41,6 +41,8 @@ WIDE = 13.2
 _CALENDAR = (0.0, 4e9)
 """Seconds since the epoch that are shown as dates: to the year 2096."""
 
+MOST_DRAWN = 1e100
+
 
 def activity(number: int, timeline: Timeline) -> str:
     """Draw sessions that begin and end, and tokens, over time."""
@@ -109,12 +111,12 @@ def rewards_by_rollout(number: int, points: Sequence[RolloutPoint]) -> str:
     """Draw the mean reward of each rollout step, its standard deviation, and the least and the most."""
     known = [point for point in points if point.reward is not None]
     steps = [(point.first + point.last) / 2 for point in known]
-    means = [float(point.reward or 0.0) for point in known]
-    spread = [float(point.reward_std or 0.0) for point in known]
+    means = [_drawable(point.reward) for point in known]
+    spread = [_drawable(point.reward_std) for point in known]
     with drawing(number) as (figure, made):
         axes = figure.subplots()
         for ends in ([point.reward_low for point in known], [point.reward_high for point in known]):
-            axes.plot(steps, [float(end or 0.0) for end in ends], color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
+            axes.plot(steps, [_drawable(end) for end in ends], color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
         low = [mean - std for mean, std in zip(means, spread, strict=True)]
         high = [mean + std for mean, std in zip(means, spread, strict=True)]
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.18, linewidth=0)
@@ -124,6 +126,11 @@ def rewards_by_rollout(number: int, points: Sequence[RolloutPoint]) -> str:
         axes.set_xlabel("rollout step")
         _whole(axes)
     return made[0]
+
+
+def _drawable(value: float | None) -> float:
+    """Return a reward as a chart can have it: none has an axis for the largest numbers there are."""
+    return max(-MOST_DRAWN, min(float(value or 0.0), MOST_DRAWN))
 
 
 def _whole(axes: Axes) -> None:
@@ -138,8 +145,8 @@ def rewards(number: int, histogram: Histogram) -> str:
     """Draw how rewards are distributed."""
     with drawing(number) as (figure, made):
         axes = figure.subplots()
-        lows = [found.low for found in histogram.bins]
-        widths = [found.high - found.low for found in histogram.bins]
+        lows = [_drawable(found.low) for found in histogram.bins]
+        widths = [(_drawable(found.high) - low) or 1.0 for found, low in zip(histogram.bins, lows, strict=True)]
         axes.bar(lows, [found.n for found in histogram.bins], widths, align="edge", color=GREEN, linewidth=0, alpha=0.9)
         counted(axes)
         axes.set_xlabel("reward")
