@@ -57,11 +57,18 @@ class Feeds:
         problems = self.hot.catch_up()
         if self.cold is None:
             return problems
+        found = self._catch_up_with_cold(self.cold, problems, fresh=fresh, whole=whole)
+        # where another index is there by now, it may lack what the hot root told the last one
+        return found if self.hot.is_fed() else [*self.hot.catch_up(), *self.cold.problems()]
+
+    def _catch_up_with_cold(
+        self, cold: ColdFeeder, problems: list[Problem], *, fresh: bool, whole: bool
+    ) -> list[Problem]:
         after_s = 0.0 if fresh or whole else FRESH_S
         if whole or not self._local:
-            return [*problems, *self.cold.catch_up(after_s=after_s)]
-        self._look_at_cold(self.cold, after_s, PATIENCE_S)
-        return [*problems, *self.cold.problems()]
+            return [*problems, *cold.catch_up(after_s=after_s)]
+        self._look_at_cold(cold, after_s, PATIENCE_S)
+        return [*problems, *cold.problems()]
 
     def catch_up_elsewhere(self) -> list[Problem]:
         """Take in what other nodes published, if that was not done just now; the hot root is not looked at.

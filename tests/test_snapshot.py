@@ -350,3 +350,27 @@ def test_manifests_of_the_root_s_own_packs_need_no_copy_and_those_of_others_do(t
             other.publish(s.finalize())
         assert sp.find_session("other").state == "final"
         assert not sp._catalog.is_borrowed
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_where_no_copy_can_be_made_the_index_is_fed_anew_from_all_there_is(tmp_path, monkeypatch, cold):
+    root = str(tmp_path / "s")
+    uri = f"{root}?spill=file://{tmp_path}/cold" if cold else root
+    for number in range(3):
+        with spool.open(uri) as sp:
+            s = sp.session(f"s{number}", experts=SHAPE)
+            add(s, [1, 2], [3])
+            s.finalize()
+    if cold:
+        with spool.open(f"{tmp_path}/b?spill=file://{tmp_path}/cold") as other:
+            s = other.session("other", experts=SHAPE)
+            add(s, [1, 2], [3])
+            other.publish(s.finalize())
+    else:
+        with apsw.Connection(f"{root}/catalog.sqlite") as connection:
+            connection.execute("DELETE FROM logs WHERE stream = (SELECT max(stream) FROM logs)")
+        connection.close()
+    monkeypatch.setattr("spool.catalog.snapshot.load", lambda _path: None)
+    with spool.open(uri, readonly=True) as sp:
+        assert {row.session_id for row in sp.sessions()} == {"s0", "s1", "s2", *(["other"] if cold else [])}
+        assert not sp._catalog.is_borrowed

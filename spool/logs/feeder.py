@@ -150,16 +150,25 @@ class LogFeeder:
             CapacityError: the disk of the catalog is full.
         """
         try:
-            with self._own():
-                self._check_same_catalog()
-                names = self._stream_names() if streams is None else streams
-                streams_known = [(name, self._known.setdefault(name, _Known())) for name in names]
-            for name, known in streams_known:
-                self._look(name, known)
+            while True:
+                with self._own():
+                    self._check_same_catalog()
+                    names = self._stream_names() if streams is None else streams
+                    streams_known = [(name, self._known.setdefault(name, _Known())) for name in names]
+                for name, known in streams_known:
+                    self._look(name, known)
+                if self._catalog.epoch == self._epoch:
+                    break
+                streams = None  # another index is there by now, which may lack what other streams told the last one
         except DamagedError as error:
             with self._own():
                 self._start_anew(error)
         return self.problems()
+
+    def is_fed(self) -> bool:
+        """Whether the index is the one that was fed last."""
+        with self._own():
+            return self._epoch is None or self._catalog.epoch == self._epoch
 
     def problems(self) -> list[Problem]:
         """Return what could not be taken in, as far as it was seen by this object."""
