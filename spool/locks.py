@@ -81,12 +81,13 @@ def is_taken(path: str) -> bool:
         release(fd)
 
 
-def is_of(fd: int, path: str) -> bool:
-    """Whether a descriptor is of the file that has this name now."""
+def file_identity(path: str) -> tuple[int, int] | None:
+    """Return device and inode of a file or folder; None where there is none."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        return False
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def adopt(fd: int) -> int:

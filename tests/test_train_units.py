@@ -90,7 +90,7 @@ def test_a_unit_of_two_sizes_is_refused():
         unit_index([segment("a", 3, [("x", 1, 4)]), segment("b", 3, [("x", 1, 5)])])
 
 
-@pytest.mark.parametrize("odd", [None, 5, "refs", [5], [None]])
+@pytest.mark.parametrize("odd", [None, 5, "refs", [1.5], [object()]])
 def test_what_is_no_list_of_references_is_refused(odd):
     with pytest.raises(InputError, match="refs must be references"):
         unit_index(odd)

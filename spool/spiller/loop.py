@@ -18,6 +18,7 @@ from spool.catalog import Catalog, PackRow
 from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, SpoolError, StorageError
 from spool.formats.manifest import PackEntry
+from spool.locks import file_identity
 from spool.logs import LogFeeder
 from spool.logs.cold import ColdFeeder, gone_key
 from spool.logs.packs import last_cold
@@ -62,15 +63,6 @@ STALE_UPLOAD_S = 6 * 3600.0
 """Uploads in parts that began longer ago were left by processes that died."""
 STREAMS = 8
 """Streams whose packs are brought over at a time."""
-
-
-def file_identity(path: str) -> tuple[int, int] | None:
-    """Return device and inode of a file; None where there is none."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 class Spiller:

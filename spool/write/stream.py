@@ -109,6 +109,7 @@ class StreamWriter:
         self.layout = folder.layout
         self._folder = folder
         self._lock_fd: int | None = lock_fd
+        self._place = locks.file_identity(folder.path)
         self._sync = durability == "disk"
         self._pack_age_s = pack_age_s
         self._direct = direct
@@ -283,7 +284,7 @@ class StreamWriter:
 
     def _confirm_there(self) -> None:
         """Do what `_check_there` is about, however short ago that was done."""
-        if self._lock_fd is None or not locks.is_of(self._lock_fd, f"{self._folder.path}/lock"):
+        if locks.file_identity(self._folder.path) != self._place:
             raise moved_away(self._folder.root)
         self._looked_at = time.monotonic()
 

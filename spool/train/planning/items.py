@@ -121,7 +121,7 @@ def items_of(values: object) -> list[Item]:
 
 
 def _item(value: Any, number: int) -> Item:
-    if isinstance(value, bool) or (isinstance(value, Integral) and value < 0):
+    if isinstance(value, bool) or (isinstance(value, Integral) and not 0 <= int(value) < 1 << 63):
         raise refused("items", "references, lengths of at least 0 or Items", value, entry=number)
     if isinstance(value, Integral):
         return _checked(Item(int(value)), number)

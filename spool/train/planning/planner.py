@@ -287,7 +287,7 @@ def _refuse_oversize(sizes: np.ndarray, capacity: int) -> None:
 
 
 def _refuse_giant(batches: Iterable[Iterable[MicroBatch]]) -> None:
-    most = max(batch.n_rows for each in batches for batch in each)
+    most = max((batch.n_rows for each in batches for batch in each), default=0)
     if most >= MOST:
         raise InputError(
             f"a micro-batch would have {most} rows, and cu_seqlens, which are int32, count fewer than {MOST}: plan "
