@@ -374,3 +374,14 @@ def test_where_no_copy_can_be_made_the_index_is_fed_anew_from_all_there_is(tmp_p
     with spool.open(uri, readonly=True) as sp:
         assert {row.session_id for row in sp.sessions()} == {"s0", "s1", "s2", *(["other"] if cold else [])}
         assert not sp._catalog.is_borrowed
+
+
+def test_an_index_that_refuses_what_it_does_not_know_holds_nobody_up(tmp_path, monkeypatch):
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        add(sp.session("s", experts=SHAPE), [1, 2], [3])
+        os.unlink(f"{root}/catalog.sqlite")
+        monkeypatch.setattr(Catalog, "ingest", lambda *_, **__: False)
+        assert list(sp.sessions()) == []
+        assert "rebuild the catalog" in "".join(found.message for found in sp._feeds.hot.problems())
+        monkeypatch.undo()

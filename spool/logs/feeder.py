@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -399,8 +399,7 @@ class LogFeeder:
             # another process may have taken it in
             self._refresh(name, known)
             with open(path, "rb", buffering=0) as file:
-                while not self._read_log(file.fileno(), name, pack, known):
-                    self._refresh(name, known)
+                self._insist(name, pack, known, lambda: self._read_log(file.fileno(), name, pack, known))
         except FileNotFoundError:
             return False
         except SpoolError:  # some are OSErrors too, and not of this file
@@ -512,8 +511,17 @@ class LogFeeder:
             known.evicted.remove(pack)
 
     def _feed_rows(self, name: str, pack: int, known: _Known, payloads: Sequence[bytes]) -> None:
-        while not self._ingest_rows(name, pack, known, payloads):
+        self._insist(name, pack, known, lambda: self._ingest_rows(name, pack, known, payloads))
+
+    def _insist(self, name: str, pack: int, known: _Known, feed: Callable[[], bool]) -> None:
+        """Feed a pack, again where another process did so first; an index that goes on refusing it is another one's."""
+        while not feed():
+            before = known.states.get(pack)
             self._refresh(name, known)
+            if known.states.get(pack) == before and not feed():
+                text = "the index refuses it, though it says that it does not know it: rebuild the catalog"
+                self._report(name, pack, "short", text)
+                return
 
     def _ingest_rows(self, name: str, pack: int, known: _Known, payloads: Sequence[bytes]) -> bool:
         state = known.states.get(pack, LogState())
