@@ -129,6 +129,7 @@ class SessionScreen(SpoolScreen):
         if not found.rows:
             self.conversation.clear("no steps")
         self._speak()
+        self._say_following()
 
     def _missing(self, error: BaseException) -> None:
         if self._found is None:
