@@ -42,7 +42,7 @@ async def test_sessions_are_listed_newest_first_with_all_their_facts(many, spool
         assert ids(at) == [f"s{number:02}" for number in reversed(range(30))]
         heading = at.part("#sessions")[0]
         for title in ("SESSION", "GROUP", "SAMPLE", "ROLLOUT", "ATTEMPT", "SOURCE", "OUTCOME", "REWARD", "STEPS",
-                      "BRANCHES", "SEGMENTS", "TOKENS", "BYTES", "TIER", "VERSIONS", "AGE", "MARK"):  # fmt: skip
+                      "BRANCHES", "SEGMENTS", "TOKENS", "BYTES", "TIER", "VERSIONS", "AGE", "STATE"):  # fmt: skip
             assert title in heading
         assert at.line("s27").split() == [
             "s27", "completed", "2.7", "1", "5", at.line("s27").split()[5], "g5", "2", "7", "0", "math", "1", "1", "28",
@@ -66,6 +66,38 @@ async def test_a_small_terminal_shows_the_columns_that_fit_and_the_others_sidewa
         assert "OUTCOME" not in heading and "← " in at.lines[0]
         await at.press(*["h"] * 30)
         assert "OUTCOME" in at.part("#sessions")[0]
+
+
+LONG_ID = "rollout-2026-11-30T12:00:07-swe-gym-django__django-00019-sample-3"
+
+
+async def test_a_wide_terminal_has_room_for_long_ids_and_a_narrow_one_cuts_them_in_the_middle(sp, spool_uri):
+    for number in range(4):
+        session(sp, f"{LONG_ID}-{number}", reward=0.5)
+    async with browsing(spool_uri, size=(160, 30)) as at:
+        heading = at.part("#sessions")[0]
+        assert at.screen.table._shown()[0][1] >= 160 // 3 and "ATTEMPT SOURCE" in heading
+        await at.pilot.resize_terminal(240, 30)
+        await at.settle()
+        assert ids(at)[0] == f"{LONG_ID}-3"
+        await at.press("enter")
+        await at.pilot.resize_terminal(80, 24)
+        await at.settle()
+        assert at.lines[0].startswith(" rollout-202…") and "sample-3-3 · completed · reward 0.5" in at.lines[0]
+        await at.press("enter")
+        assert "…" in at.lines[0] and "@" not in at.lines[0] and "-3:0 · 5 tokens" in at.lines[0]
+        await at.press("q", "q")
+        assert ids(at)[0].startswith("rollout-") and ids(at)[0].endswith("sample-3-3") and "…" in ids(at)[0]
+
+
+async def test_a_column_that_has_nothing_left_to_show_is_narrow_again(sp, spool_uri):
+    session(sp, "a", group_id="g" * 24)
+    session(sp, "b")
+    async with browsing(spool_uri, size=(120, 24)) as at:
+        wide = at.part("#sessions")[0]
+        await at.press("/")
+        await at.type("session_id = 'b'")
+        assert wide.index("SAMPLE") - at.part("#sessions")[0].index("SAMPLE") == 24 - len("GROUP") - 1
 
 
 async def test_keys_of_vi_and_arrows_move_the_cursor_and_the_table(many, spool_uri):
@@ -114,7 +146,7 @@ async def test_a_filter_is_an_expression_or_a_text(many, spool_uri, typed, said,
         assert ids(at) == found[: len(ids(at))] or (not found and "no session matches" in at.text)
         assert f"sessions: {len(found)}" in at.lines[0]
         await at.press("enter")
-        assert isinstance(at.app.focused, Lines) and typed in at.text
+        assert isinstance(at.app.focused, Lines) and f"filter: {typed}" in at.lines[0]
         await at.press("escape")
         assert "sessions: 30" in at.lines[0] and not at.screen.query(".open")
         await at.press("escape")
@@ -172,6 +204,7 @@ async def test_groups_show_the_spread_of_rewards_and_open(many, spool_uri):
     async with browsing(spool_uri, size=(120, 24)) as at:
         await at.press("g")
         assert ids(at, "#groups")[:3] == ["(no", "g5", "g4"]
+        assert "groups: 6 and sessions without a group" in at.lines[0] and "columns" not in at.lines[0]
         row = at.line("g0")
         assert row.split()[:6] == ["g0", "5/5", "0.2", "0.1581", "0", "0.4"]
         assert "●" in row and "━" in row
@@ -183,6 +216,16 @@ async def test_groups_show_the_spread_of_rewards_and_open(many, spool_uri):
         assert ids(at, "#groups")[0] == "g5"
         await at.press("q")
         assert "sessions: 31" in at.lines[0]
+
+
+async def test_groups_tell_discarded_sessions_and_columns_that_do_not_fit(many, spool_uri):
+    many.discard("s00")
+    async with browsing(spool_uri) as at:
+        await at.press("g")
+        assert at.line("g0").split()[1:4] == ["4/4", "+1", "discarded"] and at.line("g1").split()[1] == "5/5"
+        assert "groups: 6 · " in at.lines[0] and "more columns →" in at.lines[0]
+        await at.press("right")
+        assert "← " in at.lines[0] and "FINAL" not in at.part("#groups")[0]
 
 
 async def test_only_what_is_in_sight_is_fetched_and_made(sp, spool_uri, monkeypatch):
@@ -256,6 +299,62 @@ async def test_a_session_that_lives_shows_what_it_adds(sp, spool_uri):
         await at.until(lambda: "v13" in at.text, "the new step")
         s.finalize(outcome="failed")
         await at.until(lambda: "failed" in at.lines[0], "the end")
+
+
+async def test_after_end_the_cursor_follows_new_steps_until_it_is_moved(sp, spool_uri):
+    s = session(sp, "live", 2, outcome=None)
+    async with browsing(spool_uri) as at:
+        await at.press("enter", "end")
+        assert "the cursor follows new steps" in at.text
+        s.append(prompt_token_ids=[99], response_token_ids=[1], weight_version="13")
+        await at.until(lambda: at.screen.refer() == "live:2", "the new step")
+        assert "the cursor follows new steps" in at.text
+        await at.press("k")
+        assert "the cursor follows" not in at.text and at.screen.refer() == "live:1"
+        s.append(prompt_token_ids=[98], response_token_ids=[1], weight_version="14")
+        await at.until(lambda: "v14" in at.text, "another step")
+        assert at.screen.refer() == "live:1"
+        await at.press("G")
+        assert "the cursor follows new steps" in at.text
+        s.finalize(outcome="completed")
+        await at.until(lambda: "the cursor follows" not in at.text, "the end")
+
+
+async def test_a_result_has_the_name_of_the_tool_that_was_called(sp, spool_uri):
+    call = {"id": "call_7", "function": {"name": "bash", "arguments": "{}"}}
+    said = [
+        {"role": "assistant", "content": "", "tool_calls": [call, "odd"]},
+        {"role": "tool", "tool_call_id": "call_7", "content": "done"},
+        {"role": "tool", "tool_call_id": "call_8", "content": "lost"},
+    ]
+    sp.session("s").append(prompt_token_ids=[1], response_token_ids=[2], messages=said)
+    async with browsing(spool_uri, size=(120, 24)) as at:
+        await at.press("enter")
+        assert "▸ tool bash done" in at.text and "▸ tool call_8 lost" in at.text
+
+
+async def test_a_step_without_messages_has_the_text_of_its_tokens(sp, spool_uri, tmp_path, monkeypatch):
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {word: number for number, word in enumerate(["Fix", "Ġit", "Ċ", "ð", "Ł", "Ļ", "Ĥ", "done", "\x1b[31m"])}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    s = sp.session("s")
+    s.append(prompt_token_ids=[0, 1, 2, 0, 77], response_token_ids=[3, 4, 5, 6, 7, 8])
+    s.append(prompt_token_ids=[0, 1, 2, 0, 77, 3, 4, 5, 6, 7, 8, 7, 7], response_token_ids=[1] * 9)
+    async with browsing(spool_uri, size=(120, 30), tokenizer=str(tmp_path / "tokenizer.json")) as at:
+        await at.press("enter")
+        assert [line.strip() for line in at.screen.conversation.text.split("\n")] == [
+            "prompt decoded from tokens 0 to 4", "Fix it", "Fix\ufffd", "response decoded from tokens 5 to 10",
+            "🙂done\\x1b[31m",
+        ]  # fmt: skip
+        monkeypatch.setattr("spool.browse.decoded.MOST_TOKENS", 1)
+        await at.press("j")
+        assert "prompt decoded from tokens 12 to 12" in at.text and "from tokens 13 to 13" in at.text
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        assert "no messages were recorded" in at.text and "--tokenizer" in at.text
 
 
 async def test_the_conversation_says_what_a_step_adds_with_calls_and_results_folded(sp, spool_uri):
@@ -457,6 +556,7 @@ async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked
         await at.press("q", "space", "space")
         assert "2 marked" in at.lines[0] and at.text.count("✓") == 2
         await at.press("y", "e")
+        assert "(x) Parquet" in at.text and "( ) a spool" in at.text
         assert at.app.clipboard == "s27\ns28" and "Export 2 sessions" in at.text
         for _ in range(2):
             at.screen.query_one("Input").value = f"{tmp_path}/out"
@@ -469,10 +569,20 @@ async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked
         assert any(name.endswith(".parquet") for name in files)
         await at.press("e")
         at.screen.query_one("Input").value = f"{tmp_path}/copy"
-        await at.press("tab", "right", "enter", "shift+tab", "enter")
+        await at.press("tab", "right", "enter")
+        assert "( ) Parquet" in at.text and "(x) a spool" in at.text
+        await at.press("shift+tab", "enter")
         await at.until(lambda: os.path.exists(tmp_path / "copy/spool.json"), "the copy")
     with spool.open(tmp_path / "copy", readonly=True) as copy:
         assert {row.session_id for row in copy.sessions()} == {"s27", "s28"}
+
+
+async def test_an_export_of_one_thing_is_told_in_the_singular(many, spool_uri, tmp_path):
+    async with browsing(spool_uri, size=(200, 24)) as at:
+        await at.press("e")
+        at.screen.query_one("Input").value = f"{tmp_path}/out"
+        await at.press("enter")
+        await at.until(lambda: "1 segment of 1 session is in" in at.text, "the export")
 
 
 async def test_help_lists_the_keys_of_the_screen(many, spool_uri):
@@ -482,6 +592,26 @@ async def test_help_lists_the_keys_of_the_screen(many, spool_uri):
             assert key in at.text
         await at.press("q", "enter", "?")
         assert "view" in at.text and "the step that goes on" in at.text and "half a page down" in at.text
+        assert "Tree" in at.text and "Conversation" in at.text and "the next message" in at.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [((), ()), (("g",), ()), (("b",), ()), (("enter",), ()), (("enter", "enter"), ("surprise", "edge")),
+     (("enter", "r"), ("imbal", "overlap", "entropy"))],
+)  # fmt: skip
+async def test_help_lists_each_key_once_as_it_is_on_a_keyboard(many, spool_uri, keys, words):
+    async with browsing(spool_uri, size=(100, 60)) as at:
+        await at.press(*keys, "?")
+        said, _, explained = at.screen.text().partition("\nWords\n")
+        found = [line.partition("  ")[0].split(", ") for line in said.split("\n") if "  " in line]
+        for key in (key for line in found for key in line):
+            assert len(key) == 1 or key in (
+                "escape", "space", "tab", "shift+tab", "page up", "page down", "home", "end", "enter"
+            ) or (key[0] == "^" and len(key) == 2), key  # fmt: skip
+        assert len([key for line in found for key in line if key == "b"]) == 1
+        assert all(word in explained for word in words)
+        assert (["enter"] in found) == (len(keys) < 2 and keys != ("b",))
 
 
 # -- when things are not as they should be ----------------------------------------------------------------------------

@@ -479,6 +479,25 @@ def test_what_to_compare_with_is_chosen_or_typed(sp):
     look(sp, RoutingScreen(first), do)
 
 
+def test_what_cannot_be_compared_leaves_the_comparison_that_there_is(sp):
+    shape = MoEShape(num_layers=2, num_experts=32, topk=2)
+    a, b = finished(sp, "a", drawn(50, shape, 1), shape), finished(sp, "b", drawn(50, shape, 2), shape)
+    finished(sp, "small", drawn(9, MoEShape(2, 8, 2)), MoEShape(2, 8, 2))
+
+    async def do(pilot):
+        await press(pilot, "v", "v")
+        await press(pilot, "c")
+        await press(pilot, "enter")
+        await press(pilot, *"small", "colon", "0", "enter")
+        assert "different shapes cannot be compared" in text(pilot, "#status")
+        assert pilot.app.screen.other.id == b.id and f"against {b.id}" in text(pilot, "#heading")
+        assert lines(pilot, LayerMap)[0].split()[:4] == ["LAYER", "dist", "agree", "same"]
+        await press(pilot, "v", "v", "v")
+        assert "50 in common" in text(pilot, "#status")
+
+    look(sp, RoutingScreen(a, b), do)
+
+
 def test_models_of_other_shapes_are_told_apart(sp):
     shape = MoEShape(num_layers=2, num_experts=32, topk=2)
     a, b = finished(sp, "a", drawn(50, shape), shape), finished(sp, "b", drawn(9, MoEShape(2, 8, 2)), MoEShape(2, 8, 2))

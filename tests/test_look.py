@@ -224,10 +224,10 @@ def test_wrapping_takes_pages_and_looks_at_no_more():
 
 def test_what_is_typed_is_an_expression_where_it_compares():
     for text in ("reward > 0.5", "source = 'swe'", "reward is null", "source in ('a')", "group_id like 'a%'", "a <"):
-        assert read_typed(f" {text} ") == (text, "expression")
+        assert read_typed(f" {text} ") == (text, "expression", text)
     for text in ("swe", "g1@40", "it's", "in the middle", "is", "between"):
         assert read_typed(text).kind == "text"
-    assert read_typed("  ") == (None, "")
+    assert read_typed("  ") == (None, "", "")
 
 
 def test_the_text_that_is_typed_is_quoted(sp):

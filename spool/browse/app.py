@@ -10,6 +10,7 @@ from textual.app import App
 from textual.binding import Binding, BindingType
 
 from spool.browse.screen import SpoolScreen
+from spool.browse.wrapping import number
 from spool.look.text import one_line
 from spool.sizes import format_size
 
@@ -42,7 +43,7 @@ class Browser(App[BaseException]):
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("b", "storage", "bytes"),
+        Binding("b", "storage", "storage"),
         Binding("y", "copy", "copy"),
         Binding("e", "export", "export"),
         Binding("question_mark", "help", "help", key_display="?"),
@@ -161,10 +162,11 @@ class Browser(App[BaseException]):
 
     def action_help(self) -> None:
         """Show the keys of the screen in front."""
-        from spool.browse.help import HelpScreen, bindings_of
+        from spool.browse.help import HelpScreen, parts_of
 
-        if self.front is not None:
-            self.push_screen(HelpScreen("Keys", bindings_of(self.front.focused or self.front)))
+        front = self.front
+        if front is not None:
+            self.push_screen(HelpScreen("Keys", list(parts_of(front, front.focus_chain)), front.WORDS))
 
     def action_storage(self) -> None:
         """Show where the bytes of the thing under the cursor are."""
@@ -216,7 +218,9 @@ class Browser(App[BaseException]):
 
         def done(made: Exported) -> None:
             size = format_size(made.file_bytes or 0)
-            screen.say(f"{made.n_segments} segments of {made.n_sessions} sessions are in {made.path}, {size}")
+            segments, sessions = number(made.n_segments, "segment"), number(made.n_sessions, "session")
+            verb = "is" if made.n_segments == 1 else "are"
+            screen.say(f"{segments} of {sessions} {verb} in {made.path}, {size}")
 
         screen.say(f"exporting to {path} ...")
         screen.ask("export", export, done)

@@ -57,7 +57,7 @@ def _reward(row: SessionLook) -> Piece:
     return f"{row.reward:.4g}", "good" if row.reward > 0 else "bad" if row.reward < 0 else ""
 
 
-def _mark(row: SessionLook) -> Piece:
+def _state(row: SessionLook) -> Piece:
     if row.state == "discarded":
         return "discarded", "bad"
     if row.n_released:
@@ -88,7 +88,7 @@ SESSIONS = (
     Column("n_steps", "STEPS", _count("n_steps"), right=True),
     Column("n_tokens", "TOKENS", _count("n_tokens"), right=True),
     Column("last_at", "AGE", _age, width=4, right=True),
-    Column("state", "MARK", _mark),
+    Column("state", "STATE", _state),
     Column("group_id", "GROUP", _text("group_id")),
     Column("sample_index", "SAMPLE", _text("sample_index"), right=True),
     Column("rollout_step", "ROLLOUT", _text("rollout_step"), right=True),
@@ -109,7 +109,8 @@ def _group(row: GroupLook) -> Piece:
 
 def _finished(row: GroupLook) -> Piece:
     left = row.n_sessions - row.n_final
-    return f"{row.n_final}/{row.n_sessions}", "accent" if left else ""
+    gone = f" +{row.n_discarded} discarded" if row.n_discarded else ""
+    return f"{row.n_final}/{row.n_sessions}{gone}", "accent" if left else ""
 
 
 def group_columns(low: float, high: float) -> tuple[Column, ...]:
@@ -120,7 +121,7 @@ def group_columns(low: float, high: float) -> tuple[Column, ...]:
 
     return (
         Column("group_id", "GROUP", _group, width=14, most=28),
-        Column("n_final", "FINAL", _finished, right=True),
+        Column("n_final", "FINAL", _finished),
         Column("reward_mean", "MEAN", _number("reward_mean"), width=6, right=True),
         Column("reward_std", "STD", _number("reward_std"), width=6, right=True),
         Column("reward_min", "MIN", _number("reward_min"), width=6, right=True),

@@ -49,7 +49,8 @@ class ConversationView(Lines):
 
     DEFAULT_CSS = "ConversationView { overflow-y: scroll; }"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("space", "choose", "unfold, show more", show=False),
+        Binding("enter", "choose", "unfold, more"),
+        Binding("space", "choose", "unfold, more", show=False),
         Binding("n", "message(1)", "the next message", show=False),
         Binding("N", "message(-1)", "the message before", show=False),
         Binding("u", "unfold", "unfold or fold all", show=False),
@@ -66,18 +67,19 @@ class ConversationView(Lines):
         self._rows: list[_Row] = []
         self._width = 0
 
-    def show(self, found: Conversation, adds: str) -> None:
+    def show(self, found: Conversation, adds: str, empty: str) -> None:
         """Show messages, from those on that are not in the conversation before.
 
         Args:
             found: the messages.
             adds: what is said between those of before and the others.
+            empty: what is said where there are none.
         """
         self._blocks, self._n_shared, self._adds = found.blocks, found.n_shared, adds
         self._open, self._limits = set(), {}
         new = self._first_new()
         self._shown = max(new - EARLIER_BLOCKS, 0), min(new + LATER_BLOCKS, len(self._blocks))
-        self.empty = "no messages were recorded with this step"
+        self.empty = empty
         self._begin()
 
     def _begin(self) -> None:

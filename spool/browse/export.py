@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 Form = Literal["parquet", "spool"]
 
 
+class Choice(RadioButton):
+    """A choice that says by a sign, not by a colour alone, whether it is taken."""
+
+    BUTTON_LEFT = BUTTON_RIGHT = ""
+
+    def watch_value(self) -> None:
+        """Show the sign."""
+        self._sign()
+        super().watch_value()
+
+    def on_mount(self) -> None:
+        """Show the sign from the beginning."""
+        self._sign()
+
+    def _sign(self) -> None:
+        self.BUTTON_INNER = "(x)" if self.value else "( )"
+        self.refresh()
+
+
 class ExportScreen(ModalScreen[tuple[str, Form] | None]):
     """Asks where to and as what; returns a path and a form, or None.
 
@@ -38,6 +57,7 @@ class ExportScreen(ModalScreen[tuple[str, Form] | None]):
     ExportScreen RadioSet, ExportScreen RadioSet:focus {
         border: none; background: $surface; height: auto; layout: horizontal;
     }
+    ExportScreen RadioSet > Choice > .toggle--button { color: $text; background: $surface; }
     ExportScreen Input, ExportScreen Input:focus {
         border: none; height: 1; padding: 0 1; margin: 1 0; background: $panel;
     }
@@ -55,8 +75,8 @@ class ExportScreen(ModalScreen[tuple[str, Form] | None]):
             yield Static(Content(f"Export {many}"), classes="title")
             yield Input(placeholder="path of a new folder")
             with RadioSet():
-                yield RadioButton("Parquet, a row a segment", value=True)
-                yield RadioButton("a spool, whole sessions")
+                yield Choice("Parquet, a row a segment", value=True)
+                yield Choice("a spool, whole sessions")
             yield Static(Content("enter exports, tab: the form, escape leaves; nothing is overwritten"), classes="hint")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:

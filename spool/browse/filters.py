@@ -18,10 +18,12 @@ class Typed(NamedTuple):
     Attributes:
         where: the filter, as `Spool.listing` takes it; None for no filter.
         kind: what it was taken for; nothing where nothing was typed.
+        text: as it was typed.
     """
 
     where: str | None
     kind: str
+    text: str = ""
 
 
 def read_typed(text: str) -> Typed:
@@ -34,10 +36,10 @@ def read_typed(text: str) -> Typed:
     if not text:
         return Typed(None, "")
     if _EXPRESSION.search(text):
-        return Typed(text, "expression")
+        return Typed(text, "expression", text)
     # whole characters only: a lone surrogate is in no recorded text
     quoted = "".join(char for char in text if not "\ud800" <= char <= "\udfff").replace("'", "''")
-    return Typed(" or ".join(f"{name} like '%{quoted}%'" for name in _TEXT_COLUMNS), "text")
+    return Typed(" or ".join(f"{name} like '%{quoted}%'" for name in _TEXT_COLUMNS), "text", text)
 
 
 def explain(error: InputError) -> str:

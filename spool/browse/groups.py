@@ -84,8 +84,19 @@ class GroupsScreen(SpoolScreen):
         table.put(0, groups)
         first = 0 if table.first == 0 and table.cursor + shift < table.room else table.first + shift
         table.count(len(groups), cursor=table.cursor + shift, first=first)
-        paused = " · paused" if self._paused else ""
-        self.headline(f"groups: {len(groups):,}{paused}")
+        self._groups = groups
+        self._describe()
+
+    def _describe(self) -> None:
+        n_named = sum(group.group_id is not None for group in self._groups)
+        parts = [f"groups: {n_named:,}{'' if n_named == len(self._groups) else ' and sessions without a group'}"]
+        parts += ["paused"] if self._paused else []
+        parts += [self.table.hint] if self.table.hint else []
+        self.headline(" · ".join(parts))
+
+    def on_lines_moved(self) -> None:
+        """Say what is in sight."""
+        self._describe()
 
     def on_lines_chosen(self) -> None:
         """Open the sessions of a group."""

@@ -22,7 +22,7 @@ from spool.look.routing import RoutingDifference, RoutingSummary, check_comparab
 from spool.look.text import count, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from textual.app import ComposeResult
 
@@ -71,6 +71,16 @@ class RoutingScreen(SpoolScreen):
         Binding("c", "compare", "compare"),
         Binding("v", "side", "A, B, A-B"),
     ]
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        "imbal": "imbalance: load of the busiest expert over the mean load",
+        "entropy": "how evenly a layer's load is spread: 1 even, 0 one expert",
+        "overlap": "part of a row's experts that the row before chose as well",
+        "unused": "part of the experts that were never chosen",
+        "dist": "of two: part of the load that lies on other experts",
+        "agree": "of two: part of the experts in common, row by row",
+        "same": "of two: part of the rows with the same experts",
+    }
 
     class Filled(Message):
         """More was read."""
@@ -251,6 +261,17 @@ class RoutingScreen(SpoolScreen):
         self.ask("find", partial(_find, self.spool, message.text), self._against)
 
     def _against(self, other: Ref) -> None:
+        """Compare with another one; where that cannot be, what is shown stays, and the status says why."""
+        spool, ref = self.spool, self.ref
+
+        def check() -> Ref:
+            first = [next(RoutingSummary.reading(spool, each))[0] for each in (ref, other)]
+            check_comparable(*first)
+            return other
+
+        self.ask("check", check, self._compare)
+
+    def _compare(self, other: Ref) -> None:
         self.other, self._side = other, "A-B"
         self._read()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
+from rich.cells import cell_len
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from spool.browse.asking import Asking
+from spool.browse.wrapping import elided
 from spool.errors import SpoolError
 from spool.look.text import one_line
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from spool.handle import Spool
 
 T = TypeVar("T")
+
+LEAST_NAME = 24
+"""Cells that a name keeps in a heading, however much else is said."""
 
 EXPECTED = (SpoolError, OSError)
 """Failures that are the spool's, or its disk's: a line for whoever looks. Any other is a fault of the browser."""
@@ -49,6 +54,9 @@ class SpoolScreen(Screen[None]):
     SpoolScreen #status.failed { color: $text-error; text-style: bold; }
     """
 
+    WORDS: ClassVar[Mapping[str, str]] = {}
+    """Words on the screen that the help explains."""
+
     class Answered(Message):
         """A thread has the answer to a question of this screen."""
 
@@ -62,6 +70,7 @@ class SpoolScreen(Screen[None]):
         super().__init__()
         self._asking = Asking()
         self._failing: str | None = None
+        self._headline = ("", "")
 
     @property
     def browser(self) -> Browser:
@@ -145,9 +154,22 @@ class SpoolScreen(Screen[None]):
         """Whether an answer is still awaited."""
         return self._asking.is_busy
 
-    def headline(self, text: str) -> None:
-        """Say in the heading what the screen shows; where the spool is comes last, as far as there is room."""
-        self._line("#heading", f"{text}  {self.browser.place}")
+    def headline(self, text: str, name: str = "") -> None:
+        """Say in the heading what the screen shows; where the spool is comes last, as far as there is room.
+
+        Args:
+            text: what is said.
+            name: of the thing that is shown; it stands in front, without its middle where there is no room for all.
+        """
+        self._headline = name, text
+        room = max(self.size.width - 2 - cell_len(text), LEAST_NAME)
+        self._line("#heading", f"{elided(one_line(name), room)}{text}  {self.browser.place}")
+
+    def on_resize(self) -> None:
+        """Use the room that the heading has now."""
+        name, text = self._headline
+        if name and self.is_open and self.query("#heading"):
+            self.headline(text, name)
 
     def say(self, text: str) -> None:
         """Say something in the status line."""

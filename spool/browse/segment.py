@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 
+from spool.browse.decoded import vocabulary
 from spool.browse.line_input import LineInput
 from spool.browse.screen import SpoolScreen
 from spool.browse.token_pane import TokenFacts, TokenPane
@@ -16,13 +17,12 @@ from spool.browse.tokens import TokenTable
 from spool.look.text import count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from textual.app import ComposeResult
 
     from spool.browse.lines import Lines
     from spool.look.tokens import TokenRow, Tokens
-    from spool.look.vocabulary import Vocabulary
     from spool.model.refs import SegmentRef, StepRef
 
 
@@ -41,10 +41,17 @@ class SegmentScreen(SpoolScreen):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (60, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("n", "edge(1)", "next edge"),
-        Binding("p", "edge(-1)", "previous"),
+        Binding("p", "edge(-1)", "previous edge"),
         Binding("colon", "ask_token", "go to", key_display=":"),
         Binding("r", "routing", "routing"),
     ]
+
+    WORDS: ClassVar[Mapping[str, str]] = {
+        "surprise": "how unlikely the token was: -logprob, one cell a nat",
+        "M": "the loss mask: 1 where the token is trained",
+        "edge": "a token where the loss mask or the weight version changes",
+        "V, R, U": "before an id: a new version, the response, a unit begins",
+    }
 
     def __init__(self, ref: SegmentRef | StepRef) -> None:
         super().__init__()
@@ -67,8 +74,9 @@ class SegmentScreen(SpoolScreen):
         ref, span = self.ref, self.ref.version_span
         versions = "" if span is None else f" · version {span[0]}" + ("" if span[0] == span[1] else f"..{span[1]}")
         self.headline(
-            f"{ref.id} · {count(ref.n_tokens)} tokens · response from {count(ref.response_start)}"
-            f" · {count(ref.trainable_tokens)} trained{versions}"
+            f" · {count(ref.n_tokens)} tokens · response from {count(ref.response_start)}"
+            f" · {count(ref.trainable_tokens)} trained{versions}",
+            ref.id,
         )
         table = self.query_one(TokenTable)
         table.count(ref.n_tokens, cursor=0)
@@ -83,13 +91,13 @@ class SegmentScreen(SpoolScreen):
         from spool.errors import InputError, NotFoundError
         from spool.look.tokens import Tokens
 
-        vocabulary, problem = None, None
+        known, problem = None, None
         if self.browser.tokenizer is not None:
             try:
-                vocabulary = _vocabulary(self.browser.tokenizer)
+                known = vocabulary(self.browser.tokenizer)
             except (InputError, NotFoundError) as error:
                 problem = str(error)
-        return Tokens(self.spool, self.ref, vocabulary), problem
+        return Tokens(self.spool, self.ref, known), problem
 
     def _opened(self, found: tuple[Tokens, str | None]) -> None:
         self._tokens, problem = found
@@ -188,10 +196,3 @@ def parse_token(text: str, ref: SegmentRef | StepRef) -> int | None:
 def _facts(tokens: Tokens, token: int) -> TokenFacts:
     (row,) = tokens.rows(token, token + 1)
     return TokenFacts(row, tokens.experts(token), tokens.values(token))
-
-
-@lru_cache(maxsize=1)
-def _vocabulary(path: str) -> Vocabulary:
-    from spool.look.vocabulary import Vocabulary
-
-    return Vocabulary.load(path)

@@ -9,9 +9,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from spool.browse.conversation import ConversationView
+from spool.browse.decoded import decoded
 from spool.browse.lines import Lines
 from spool.browse.screen import SpoolScreen
 from spool.browse.tree import SegmentList, TreeView
+from spool.browse.wrapping import number
 from spool.look.conversation import Messages, step_before
 from spool.look.references import find
 from spool.look.session import look_at
@@ -60,6 +62,7 @@ class SessionScreen(SpoolScreen):
         self._spoken: int | None = None
         self._other: str | None = None
         self._settling: Timer | None = None
+        self._following = False
 
     def content(self) -> ComposeResult:
         """Yield tree and segments, and the conversation beside them."""
@@ -89,7 +92,7 @@ class SessionScreen(SpoolScreen):
         self._messages = Messages(self.spool)
         for part in (self.steps, self.segments, self.conversation):
             part.empty = "looking ..."
-        self.headline(f"{self._session_id[:200]}")
+        self.headline("", self._session_id)
         self.steps.focus()
         self._look()
         self.set_interval(REFRESH_S, self._tick)
@@ -114,14 +117,19 @@ class SessionScreen(SpoolScreen):
         self._found, self._known, self._view = found, found.row, found.view
         row = self.steps.current
         self.steps.empty = "no steps"
-        self.steps.show(found.rows, None if row is None else row.step.index)
+        is_longer = row is not None and len(found.rows) > len(self.steps.rows)
+        step = None if row is None else row.step.index
+        if self.steps.follows and is_longer:
+            step = max(each.step.index for each in found.rows)
+        self.steps.show(found.rows, step)
         final = ", as finalised" if found.is_final else ""
-        self.segments.show(found.segments, f"{found.view}: {len(found.segments):,} segments{final}")
+        self.segments.show(found.segments, f"{found.view}: {number(len(found.segments), 'segment')}{final}")
         self._bar()
         self._describe(found.row)
         if not found.rows:
             self.conversation.clear("no steps")
         self._speak()
+        self._say_following()
 
     def _missing(self, error: BaseException) -> None:
         if self._found is None:
@@ -133,15 +141,15 @@ class SessionScreen(SpoolScreen):
     def _describe(self, row: SessionRow) -> None:
         reward = "pending" if row.reward is None else f"{row.reward:.4g}"
         parts = [
-            row.session_id[:60],
+            "",
             (row.outcome or "") if row.state == "final" else row.state,
             f"reward {reward}",
-            f"{short(row.n_steps)} steps",
+            f"{short(row.n_steps)} {'step' if row.n_steps == 1 else 'steps'}",
             f"{short(row.n_tokens)} tokens",
             f"{ago(time.time() - row.last_at)} ago",
         ]
         parts += [f"group {row.group_id[:40]}"] if row.group_id is not None else []
-        self.headline(" · ".join(parts))
+        self.headline(" · ".join(parts), row.session_id)
 
     def _speak(self) -> None:
         """Fetch the messages of the step under the cursor, once it rests there."""
@@ -156,13 +164,17 @@ class SessionScreen(SpoolScreen):
         step, steps = row.step, found.steps
         self._spoken = step.index
 
+        spool, tokenizer = self.spool, self.browser.tokenizer
+
         def fetch() -> Conversation:
-            return messages.conversation(step, step_before(step, steps))
+            said = messages.conversation(step, step_before(step, steps))
+            return said if said.n_messages or tokenizer is None else decoded(spool, step, tokenizer)
 
         self.ask("messages", fetch, lambda said: self._said(step.index, said), self._silent)
 
     def _said(self, index: int, said: Conversation) -> None:
-        self.conversation.show(said, f"step {index} adds")
+        known = "" if self.browser.tokenizer is not None else "; --tokenizer FILE shows its text"
+        self.conversation.show(said, f"step {index} adds", f"no messages were recorded{known}")
 
     def _silent(self, error: BaseException) -> None:
         self._spoken = None
@@ -177,11 +189,19 @@ class SessionScreen(SpoolScreen):
         """Show what belongs to what is under the cursor now."""
         if message.lines is self.steps:
             self._speak()
+            self._say_following()
         elif message.lines is self.segments:
             self._bar()
             segment = self.segments.current
             if segment is not None and segment.last_step is not None:
                 self.steps.go_to(segment.last_step)
+
+    def _say_following(self) -> None:
+        """Say that the cursor goes on by itself, where something may come."""
+        follows = self.steps.follows and self._known is not None and self._known.state == "open"
+        if follows != self._following:
+            self._following = follows
+            self.say("the cursor follows new steps until it is moved" if follows else "")
 
     # -- keys --------------------------------------------------------------------------------------------------------
 

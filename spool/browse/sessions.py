@@ -15,7 +15,9 @@ from spool.browse.pick import PickScreen
 from spool.browse.screen import SpoolScreen
 from spool.browse.sight import Sight, look
 from spool.browse.table import Table
+from spool.browse.wrapping import elided
 from spool.errors import InputError
+from spool.look.text import one_line
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 REFRESH_S = 1.0
 NEWEST = "-number"
+SHOWN_FILTER = 32
+"""Cells of a filter in the heading."""
 
 
 class SessionsScreen(SpoolScreen):
@@ -126,13 +130,13 @@ class SessionsScreen(SpoolScreen):
     def _describe(self) -> None:
         parts = [f"{self._called}: {self.table.n_rows:,}"]
         if self._applied.where:
-            parts.append(f"{self._applied.kind} filter")
+            parts.append(f"filter: {elided(one_line(self._applied.text), SHOWN_FILTER)}")
         if self.table.marks:
             parts.append(f"{len(self.table.marks)} marked")
         if self._paused:
             parts.append("paused")
-        if sum(hidden := self.table.hidden):
-            parts.append(f"{'← ' if hidden[0] else ''}{sum(hidden)} columns{' →' if hidden[1] else ''}")
+        if hint := self.table.hint:
+            parts.append(hint)
         self.headline(" · ".join(parts))
 
     def on_table_wanted(self) -> None:

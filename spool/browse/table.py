@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len
 from textual.binding import Binding, BindingType
 from textual.message import Message
 
 from spool.browse.lines import Lines, Piece
+from spool.browse.wrapping import elided
 
 AHEAD = 200
 """Rows that are fetched before and behind those in sight."""
@@ -23,7 +24,8 @@ class Column(NamedTuple):
         title: its heading.
         cell: makes text and tone of a row's struct; the text is safe to print.
         width: what it takes at least.
-        most: what it takes at most; what is longer is cut.
+        most: what it takes at most; what is longer is cut. The first column may take a third of the table, and the room
+            that the others leave.
         right: whether it stands at the right.
         sorts: whether it can be sorted by.
     """
@@ -85,15 +87,21 @@ class Table(Lines):
         self._rows: Sequence[Any] = ()
         self._start = 0
         self._left = 1
-        self._widths = {column.key: max(cell_len(column.title) + 1, column.width) for column in columns}
+        self._widths: dict[str, int] = {}
+        self._longest = 0
         self._asked: tuple[int, int] | None = None
 
     def put(self, start: int, rows: Sequence[Any]) -> None:
         """Hold the rows from ``start`` on, instead of those that were held; None for one that is gone."""
         self._start, self._rows, self._asked = start, rows, None
-        for column in self.columns:
+        for number, column in enumerate(self.columns):
             longest = max((cell_len(column.cell(row)[0]) for row in rows if row is not None), default=0)
-            self._widths[column.key] = max(self._widths[column.key], min(longest, column.most))
+            least = max(cell_len(column.title) + 1, column.width)
+            # columns do not shrink while someone reads, but for those that have nothing left to show
+            wide = max(self._widths.get(column.key, 0), min(longest, column.most), least) if longest else least
+            self._widths[column.key] = wide
+            if not number:
+                self._longest = longest
         self.refresh()
 
     def held(self, number: int) -> Any | None:
@@ -122,17 +130,17 @@ class Table(Lines):
     def on_heading(self, x: int) -> None:
         """Sort by the column whose heading is clicked."""
         at = 0
-        for column in self._shown():
-            at += self._widths[column.key] + 1
+        for column, width in self._shown():
+            at += width + 1
             if x < at:
                 self.post_message(self.Headed(column))
                 return
 
     def fixed(self, number: int) -> Iterator[Piece]:  # noqa: ARG002
         """Return the headings; the one that is sorted by has an arrow, and where more is to the right, so it says."""
-        for column in self._shown():
+        for column, width in self._shown():
             arrow = {column.key: "↑", f"-{column.key}": "↓"}.get(self.order[0] if self.order else "", "")
-            yield self._fit(column, (f"{column.title}{arrow}", "")), ""
+            yield _fit(column, f"{column.title}{arrow}", width), ""
             yield " ", ""
 
     def row(self, number: int) -> Iterator[Piece]:
@@ -145,9 +153,9 @@ class Table(Lines):
                 self._want()
             return
         mark = "✓" if self.identity(held) in self.marks else " "
-        for column in self._shown():
-            cell = column.cell(held)
-            yield self._fit(column, cell), cell[1]
+        for column, width in self._shown():
+            text, tone = column.cell(held)
+            yield _fit(column, text, width), tone
             yield mark, "accent"
             mark = " "
 
@@ -162,40 +170,50 @@ class Table(Lines):
             self._asked = wanted
             self.post_message(self.Wanted(*wanted))
 
-    def _shown(self) -> list[Column]:
-        """Return the first column, and of the others, from the leftmost in sight on, those that fit whole."""
+    def _shown(self) -> list[tuple[Column, int]]:
+        """Return columns and widths: the first one, and those of the others, from where the table begins, that fit."""
         if not self.columns:
             return []
-        room = self.scrollable_content_region.width - self._widths[self.columns[0].key] - 1
-        shown = [self.columns[0]]
+        lead = self._lead
+        room = self.scrollable_content_region.width - lead - 1
+        shown: list[tuple[Column, int]] = []
         for column in self.columns[self._left :]:
-            room -= self._widths[column.key] + 1
-            if room < -1:
+            width = self._width(column)
+            if room - width < 0:
                 break
-            shown.append(column)
-        return shown
+            room -= width + 1
+            shown.append((column, width))
+        return [(self.columns[0], max(lead, min(self._longest, lead + room))), *shown]
+
+    def _width(self, column: Column) -> int:
+        return self._widths.get(column.key) or max(cell_len(column.title) + 1, column.width)
+
+    @property
+    def _lead(self) -> int:
+        """What the first column takes where nothing is left over."""
+        third = min(self._longest, self.scrollable_content_region.width // 3)
+        return max(self._width(self.columns[0]), third)
 
     def _fits(self, left: int) -> bool:
         """Whether all columns from ``left`` on are in sight."""
-        keys = [self.columns[0].key, *(column.key for column in self.columns[left:])]
-        return sum(self._widths[key] + 1 for key in keys) - 1 <= self.scrollable_content_region.width
-
-    def _fit(self, column: Column, cell: Piece) -> str:
-        text, width = cell[0], self._widths[column.key]
-        length = cell_len(text)
-        if length > width:
-            return _elided(text, width)
-        return " " * (width - length) + text if column.right else text + " " * (width - length)
+        others = sum(self._width(column) + 1 for column in self.columns[left:])
+        return self._lead + others <= self.scrollable_content_region.width
 
     @property
     def hidden(self) -> tuple[int, int]:
         """How many columns are out of sight, to the left and to the right."""
         return self._left - 1, len(self.columns) - self._left - len(self._shown()) + 1
 
+    @property
+    def hint(self) -> str:
+        """How many columns are out of sight and where, for a heading; nothing where all are seen."""
+        left, right = self.hidden
+        more = "more column" if left + right == 1 else "more columns"
+        return f"{'← ' if left else ''}{left + right} {more}{' →' if right else ''}" if left + right else ""
 
-def _elided(text: str, width: int) -> str:
-    """Return text that is too long without its middle: ids that begin alike differ in how they end."""
-    tail = text[-(width // 2) :]
-    while cell_len(tail) > width // 2:
-        tail = tail[1:]
-    return set_cell_size(text, width - 1 - cell_len(tail)) + "…" + tail
+
+def _fit(column: Column, text: str, width: int) -> str:
+    length = cell_len(text)
+    if length > width:
+        return elided(text, width)
+    return " " * (width - length) + text if column.right else text + " " * (width - length)

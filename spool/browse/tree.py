@@ -22,10 +22,17 @@ _FINISH = {"length": "warn", "abort": "bad", "error": "bad"}
 
 
 class TreeView(Lines):
-    """The tree. Steps of the current segment have a bar at their left; those that no segment has are dim."""
+    """The tree. Steps of the current segment have a bar at their left; those that no segment has are dim.
+
+    Attributes:
+        rows: what is shown.
+        segment: index of the current segment.
+        follows: the cursor goes to each new step, until it is moved.
+    """
 
     N_FIXED = 1
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("end,G", "jump(-1)", "last, then follow new steps", show=False),
         Binding("left,h", "parent", "its parent", show=False),
         Binding("right,l", "child", "the step that goes on", show=False),
     ]
@@ -33,6 +40,7 @@ class TreeView(Lines):
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.rows: Sequence[TreeRow] = ()
+        self.follows = False
         self.segment: int | None = None
         self._places: dict[int, int] = {}
         self._lead = 6
@@ -43,6 +51,17 @@ class TreeView(Lines):
         self._places = {row.step.index: place for place, row in enumerate(rows)}
         self._lead = min(max((len(_lead(row)) for row in rows), default=0), MOST_LEAD)
         self.count(len(rows), cursor=None if step is None else self._places.get(step))
+
+    def move_to(self, row: int) -> None:
+        """Set the cursor on a row, and follow no longer."""
+        self.follows = False
+        super().move_to(row)
+
+    def action_jump(self, row: int) -> None:
+        """Move the cursor to a row; at the last one, go on to each step that is recorded from now on."""
+        super().action_jump(row)
+        self.follows = row < 0
+        self.post_message(self.Moved(self))
 
     @property
     def current(self) -> TreeRow | None:
@@ -71,7 +90,7 @@ class TreeView(Lines):
 
     def fixed(self, number: int) -> Iterable[Piece]:  # noqa: ARG002
         """Return what the columns are."""
-        return ((f" {'STEP':<{self._lead}}  +NEW  →GEN VER FINISH", ""),)
+        return ((f" {'STEP':<{self._lead}}   +NEW   →GEN VER FINISH", ""),)
 
     def row(self, number: int) -> Iterable[Piece]:
         """Return a step: where it hangs, what it is, what it adds, its versions and how it ended."""
@@ -83,8 +102,8 @@ class TreeView(Lines):
         yield rails(row), "dim"
         yield _lead(row)[len(rails(row)) :], tone
         yield " " * (self._lead - len(_lead(row))), ""
-        yield f"{'+' + short(step.n_new):>6}", "dim" if unused else "user"
-        yield f"{'→' + short(step.n_response):>6}", "dim" if unused else "assistant"
+        yield f"{'+' + short(step.n_new):>7}", "dim" if unused else "user"
+        yield f"{'→' + short(step.n_response):>7}", "dim" if unused else "assistant"
         if step.versions:
             yield f" v{one_line('..'.join(dict.fromkeys((step.versions[0][:20], step.versions[-1][:20]))))}", "dim"
         yield from self._notes(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 
 from spool.look.text import one_line
 
@@ -73,3 +73,18 @@ def _folded_wide(line: str, width: int) -> Iterator[str]:
 def n_lines(text: str, start: int = 0) -> int:
     """Return how many lines of a text begin at ``start`` or after it."""
     return text.count("\n", start) + (start < len(text) and not text.endswith("\n"))
+
+
+def elided(text: str, width: int) -> str:
+    """Return text in at most ``width`` cells, without its middle where it is longer: ids differ in how they end."""
+    if cell_len(text) <= width:
+        return text
+    tail = text[-(width // 2) :] if width > 1 else ""
+    while cell_len(tail) > width // 2:
+        tail = tail[1:]
+    return set_cell_size(text, max(width - 1 - cell_len(tail), 0)) + "…" + tail
+
+
+def number(n: int, what: str) -> str:
+    """Return so many things in words: ``1 segment``, ``2 segments``."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"

@@ -104,19 +104,37 @@ def n_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def blocks(messages: Sequence[Any]) -> list[Block]:
     """Return the parts of messages, in order; a message with nothing in it is one empty block."""
-    return [block for place, message in enumerate(messages) for block in _blocks(place, message)]
+    tools: dict[str, str] = {}
+    found: list[Block] = []
+    for place, message in enumerate(messages):
+        found += _blocks(place, message, tools)
+        tools.update(_called(message))
+    return found
 
 
-def _blocks(place: int, message: Any) -> list[Block]:
+def _called(message: Any) -> Iterator[tuple[str, str]]:
+    """Yield id and name of each tool that a message calls."""
+    for call in _calls(message) if isinstance(message, Mapping) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and call.get("id") and function.get("name"):
+            yield str(call["id"]), str(function["name"])
+
+
+def _calls(message: Mapping[Any, Any]) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else [calls] if calls else []
+
+
+def _blocks(place: int, message: Any, tools: Mapping[str, str]) -> list[Block]:
     if not isinstance(message, Mapping):
         return [Block(place, "?", "raw", to_text(message))]
     role = str(message.get("role", "?"))
-    name = str(message.get("name") or message.get("tool_call_id") or "")
+    answered = str(message.get("tool_call_id") or "")
+    name = str(message.get("name") or tools.get(answered, answered))
     kind: Kind = "result" if role in _TOOLS else "text"
     found = [Block(place, role, "thought", text) for text in _texts(message.get("reasoning_content"))]
     found += [Block(place, role, kind, text, name) for text in _texts(message.get("content"))]
-    calls = message.get("tool_calls")
-    found += [_call(place, role, call) for call in (calls if isinstance(calls, list) else [calls] if calls else [])]
+    found += [_call(place, role, call) for call in _calls(message)]
     if "role" not in message and not found:
         return [Block(place, "?", "raw", to_text(message))]
     return found or [Block(place, role, kind, "", name)]

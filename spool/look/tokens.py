@@ -120,6 +120,18 @@ class Tokens:
             for n in range(start - first, stop - first)
         ]
 
+    def text(self, start: int, stop: int) -> str:
+        """Return the text of the tokens ``[start, stop)``; nothing where there is no vocabulary, or no ids are stored.
+
+        Raises:
+            ReleasedError, IntegrityError, StorageError: they cannot be read.
+        """
+        start, stop = max(start, 0), min(stop, self.ref.n_tokens)
+        if self._vocabulary is None or TOKEN_IDS.name not in self._coverage or stop <= start:
+            return ""
+        sample = self._sp.read(self.ref, fields=[TOKEN_IDS.name], tokens=slice(start, stop), missing=0)
+        return self._vocabulary.text(self._spread(sample, TOKEN_IDS.name, start, stop))
+
     def _row(self, position: int, number: Any, text: TokenText | None, mask: bool, logprob: Any) -> TokenRow:
         ref = self.ref
         span = bisect_right(self._span_stops, position)

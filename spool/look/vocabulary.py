@@ -20,6 +20,7 @@ LOOK_BACK = 4
 """Tokens in front of a window that may hold the first bytes of its first character."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_UNKNOWN = "\ufffd".encode()
 _LARGEST_ID = (1 << 32) - 1
 
 
@@ -85,6 +86,12 @@ class Vocabulary:
             run = []
             found.append(TokenText(None if data is None else data.decode(errors="backslashreplace"), special))
         return found + _decoded(run)
+
+    def text(self, ids: Sequence[int | None]) -> str:
+        """Return the text of successive tokens as one; a token that is not known is a replacement character."""
+        pieces = [None if number is None else self._piece(number)[0] for number in ids]
+        whole = b"".join(_UNKNOWN if data is None else data for data in pieces)
+        return whole.decode(errors="backslashreplace")
 
     def _piece(self, number: int) -> tuple[bytes | None, bool]:
         piece = self._known.get(number)
