@@ -24,6 +24,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 WIDE = 40
 """Columns of a terminal that the first column of a table gets before others are left out."""
 
+_LEFT_OUT = "spool.cli.output.left_out"
+
 
 class Column(NamedTuple):
     """A column of a table.
@@ -116,7 +118,7 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Print rows as a table that fits the terminal.
 
     The first column takes what is left and goes on over more lines where it must. Columns without any value are left
-    out, and from the right as many as keep the first one from `WIDE` characters.
+    out, and from the right as many as keep the first one from `WIDE` characters; which those are is said on stderr.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -128,8 +130,9 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     first, *others = cells
     shown = [column for column in others if any(cells[column])]
     widths = {column: max(map(cell_len, (column.title, *found))) for column, found in cells.items()}
+    left_out: list[str] = []
     while shown and min(widths[first], WIDE) + sum(widths[column] + 2 for column in shown) > console.width:
-        shown.pop()
+        left_out.insert(0, shown.pop().title)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(first.title, overflow="fold", justify=_side(first))
     for column in shown:
@@ -137,6 +140,23 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     for number in range(len(rows)):
         table.add_row(*(Text(cells[column][number]) for column in (first, *shown)))
     _print(console, table)
+    _tell_left_out(left_out)
+
+
+def _tell_left_out(titles: Sequence[str]) -> None:
+    """Say once, when the verb is done, which columns its tables had no room for."""
+    context = click.get_current_context(silent=True)
+    if not titles or context is None:
+        return
+    if _LEFT_OUT not in context.meta:
+        context.meta[_LEFT_OUT] = {}
+        context.call_on_close(lambda: say(_left_out_text(list(context.meta[_LEFT_OUT]))))
+    context.meta[_LEFT_OUT].update(dict.fromkeys(titles))
+
+
+def _left_out_text(titles: Sequence[str]) -> str:
+    number = "1 column is" if len(titles) == 1 else f"{len(titles)} columns are"
+    return f"{number} left out: {', '.join(titles)}; widen the terminal or use --json"
 
 
 def _print(console: Console, table: Table) -> None:
