@@ -48,7 +48,8 @@ def command(
 
     Identity, lengths, weight versions, late facts, and what they are made of. Of a session its steps, on a terminal as
     a tree: a branch is indented, a diamond begins a chain, a cross marks a step whose request was sent again. Of a
-    segment or step what of each field was never sent, the bytes in each tier, and where versions change.
+    segment or step what of each field was never sent, the bytes that a read fetches from each tier (each once; of a
+    compressed object whole chunks, wider than the rows), and where versions change.
 
     What is printed of a session or a segment are columns of ls --where, but for id, steps, fields, metadata, n_extents
     and what is counted by field or by layer. n_prompt of a segment is response_start there, version is first_version
