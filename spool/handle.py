@@ -746,7 +746,7 @@ class Spool:
         names = self._feeder.stream_names()
         return {
             "root": self.config.root or self.config.url,
-            "spill": self.config.spill,
+            "spill": None if self.config.root is None else self.config.spill,
             "id": self.spool_id,
             "format": FORMAT,
             "created_at": created_at(self._place),
