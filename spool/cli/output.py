@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from spool.look.text import count, iso_time, json_text, one_line, safe_text
+from spool.look.text import count, iso_time, json_text, one_line, safe_text, shortened
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 WIDE = 40
 """Columns of a terminal that the first column of a table gets before others are left out."""
+
+MOST_NAME = 32
+"""Columns that the names of facts get before they are shortened, also where that is half a terminal and more."""
 
 _LEFT_OUT = "spool.cli.output.left_out"
 
@@ -170,11 +173,12 @@ def _side(column: Column) -> Literal["left", "right"]:
     return "left" if column.kind in ("text", "time") else "right"
 
 
-def write_facts(facts: Iterable[tuple[str, object, Kind]]) -> None:
+def write_facts(facts: Iterable[tuple[str, object, Kind]], *, short: bool = False) -> None:
     """Print names and values: side by side on a terminal, else tab-separated and exact.
 
     Args:
         facts: name, value, how it is shown; what is None or empty is left out.
+        short: a terminal shows of each value what fits into its line.
     """
     found = [(name, value, kind) for name, value, kind in facts if value is not None and value not in ((), [], {}, "")]
     if not sys.stdout.isatty():
@@ -182,16 +186,22 @@ def write_facts(facts: Iterable[tuple[str, object, Kind]]) -> None:
             exact = iso_time(value) if kind == "time" and isinstance(value, float) else plain(value)
             sys.stdout.write(f"{one_line(name)}\t{exact}\n")
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False)
+    widest = max((cell_len(one_line(name)) for name, _, _ in found), default=0)
+    name_width = min(widest, max(console.width // 2, MOST_NAME), max(console.width - 10, 8))
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(max_width=32, overflow="fold", style="bold")
+    grid.add_column(width=name_width, no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
+    room = max(console.width - name_width - 2, 8)
     for name, value, kind in found:
-        grid.add_row(Text(one_line(name)), Text(pretty(value, kind)))
-    _print(Console(highlight=False), grid)
+        shown = pretty(value, kind)
+        grid.add_row(Text(shortened(one_line(name), name_width)), Text(shortened(shown, room) if short else shown))
+    _print(console, grid)
 
 
 def flat(name: str, value: object) -> Iterable[tuple[str, object, Kind]]:
