@@ -559,24 +559,36 @@ class Spool:
         self._look()
         return self._catalog.session(session_id)
 
-    def final_segments(self, session_id: str) -> list[SegmentRef]:
+    def final_segments(self, session_id: str, *, discarded: bool = False) -> list[SegmentRef]:
         """Return the segments that a session was finalised with; those of ``lineage`` where it lives.
+
+        Args:
+            session_id: the session.
+            discarded: of a discarded session too, to look at it.
 
         Raises:
             NotFoundError: no such session is recorded.
+            ReleasedError: it was discarded, and that was not asked for; or it was deleted.
         """
-        final = self._recorded(session_id).finalized
-        return [self._catalog.with_late(ref) for ref in final.segments] if final is not None else self.view(session_id)
+        final = self._recorded(session_id, discarded=discarded).finalized
+        if final is None:
+            return self.view(session_id, discarded=discarded)
+        return [self._catalog.with_late(ref) for ref in final.segments]
 
-    def steps(self, session_id: str) -> list[StepRef]:
-        """Return the references of a session's steps, in the order of append."""
-        state = self._recorded(session_id)
+    def steps(self, session_id: str, *, discarded: bool = False) -> list[StepRef]:
+        """Return the references of a session's steps, in the order of append; see `final_segments`."""
+        state = self._recorded(session_id, discarded=discarded)
         return [state.ref(index) for index in state.visible()]
 
-    def view(self, session_id: str, view: View = "lineage", **options: Any) -> list[SegmentRef]:
-        """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read."""
+    def view(
+        self, session_id: str, view: View = "lineage", *, discarded: bool = False, **options: Any
+    ) -> list[SegmentRef]:
+        """Return the segments that ``view`` makes of a session's steps, whether it lives or not; no payload is read.
+
+        Of a discarded session only where ``discarded`` is true; see `final_segments`.
+        """
         options = check_options(options)
-        state = self._recorded(session_id)
+        state = self._recorded(session_id, discarded=discarded)
         return [self._catalog.with_late(ref) for ref in segments(state, view, **options)]
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
@@ -589,9 +601,9 @@ class Spool:
         self._known.step(_step_or_segment(ref))
         return self._history.tools(ref)
 
-    def _recorded(self, session_id: str) -> SessionState:
+    def _recorded(self, session_id: str, *, discarded: bool = False) -> SessionState:
         self._recorder.check_open()
-        return self._history.state(arguments.text("session_id", session_id))
+        return self._history.state(arguments.text("session_id", session_id), discarded=discarded)
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -746,7 +758,7 @@ class Spool:
         names = self._feeder.stream_names()
         return {
             "root": self.config.root or self.config.url,
-            "spill": self.config.spill,
+            "spill": None if self.config.root is None else self.config.spill,
             "id": self.spool_id,
             "format": FORMAT,
             "created_at": created_at(self._place),

@@ -32,15 +32,19 @@ class History:
         self._catalog = catalog
         self._feeds = feeds
 
-    def state(self, session_id: str) -> SessionState:
+    def state(self, session_id: str, *, discarded: bool = False) -> SessionState:
         """Return a session's state.
+
+        Args:
+            session_id: the session.
+            discarded: also of a discarded one, as long as it is not deleted.
 
         Raises:
             NotFoundError: no such session is recorded.
             ReleasedError: it was discarded, or packs with events of it were deleted.
         """
         located = self._located(session_id)
-        if any(isinstance(item.event, SessionDiscarded) for item in located):
+        if not discarded and any(isinstance(item.event, SessionDiscarded) for item in located):
             raise ReleasedError(f"session {session_id!r} was discarded", session_id=session_id)
         try:
             return SessionState.from_events(self._spool_id, [item.event for item in located], roots=self._roots)

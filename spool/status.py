@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
 
 from msgspec import Struct
 
-from spool.catalog import Catalog, PackRow, PackState
+from spool.catalog import Catalog, PackRow
 from spool.catalog.schema import STATES
 from spool.config import Config
 from spool.errors import StorageError
@@ -22,6 +23,9 @@ from spool.stores.retry import hurried
 from spool.stores.units import HotUnits
 
 log = logging.getLogger("spool.status")
+
+PackPlace = Literal["open", "sealed", "spilled", "evicted", "cold", "gone"]
+"""States of packs; ``cold`` where a cold root itself was opened, from which nothing is evicted."""
 
 PATIENCE_S = 5.0
 """How long a cold root is asked what units it has."""
@@ -117,10 +121,10 @@ class Status(Struct, frozen=True, kw_only=True):
 
     Attributes:
         root: the hot root, or the URL of the cold one where that was opened.
-        spill: URL of the cold root; None where there is none.
+        spill: URL of the cold root behind a hot one; None where there is none, or a cold root was opened.
         id: of the spool.
         packs: by state: ``open``, ``sealed``, ``spilled`` (in both tiers), ``evicted`` (in the cold one only; those
-            of other nodes are), ``gone``.
+            of other nodes are), ``gone``; where a cold root was opened its packs are ``cold``.
         facts: fact files in the cold root, the late facts of processes without a hot root.
         backlog: what is still to be brought over; of a spool without cold root nothing.
         units: multimodal units by tier; None where nothing has to do with units.
@@ -133,7 +137,7 @@ class Status(Struct, frozen=True, kw_only=True):
     root: str
     spill: str | None
     id: str
-    packs: dict[PackState, PackTotal]
+    packs: dict[PackPlace, PackTotal]
     facts: PackTotal
     backlog: Backlog
     units: UnitTotal | None = None
@@ -162,9 +166,9 @@ def look(config: Config, spool_id: str, catalog: Catalog, objects: Objects | Non
     facts, packs = _split(catalog.packs.rows())
     return Status(
         root=config.url if root is None else root,
-        spill=config.spill,
+        spill=None if root is None else config.spill,
         id=spool_id,
-        packs=_totals(packs, used),
+        packs=_totals(packs, used, from_cold=root is None),
         facts=_total([row for row in facts if row.state != "gone"]),
         backlog=_backlog(config, catalog),
         units=units,
@@ -204,13 +208,14 @@ def _total(rows: Collection[PackRow]) -> PackTotal:
     return PackTotal(len(rows), sum(row.hot_bytes or 0 for row in rows), sum(row.stored_bytes or 0 for row in rows))
 
 
-def _totals(packs: Iterable[PackRow], used: int) -> dict[PackState, PackTotal]:
-    by_state: dict[PackState, list[PackRow]] = {}
+def _totals(packs: Iterable[PackRow], used: int, *, from_cold: bool) -> dict[PackPlace, PackTotal]:
+    by_state: dict[PackPlace, list[PackRow]] = {}
     for row in packs:
-        by_state.setdefault(row.state, []).append(row)
-    found = {state: _total(by_state[state]) for state in STATES if state in by_state}
+        by_state.setdefault("cold" if from_cold and row.state == "evicted" else row.state, []).append(row)
+    order: tuple[PackPlace, ...] = (*STATES, "cold")
+    found = {state: _total(by_state[state]) for state in order if state in by_state}
     known = sum(total.hot_bytes for state, total in found.items() if state in ("sealed", "spilled"))
-    here = {"open": max(used - known, 0), "evicted": 0, "gone": 0}
+    here = {"open": max(used - known, 0), "evicted": 0, "cold": 0, "gone": 0}
     return {
         state: PackTotal(total.n_packs, here.get(state, total.hot_bytes), 0 if state == "gone" else total.cold_bytes)
         for state, total in found.items()

@@ -529,7 +529,7 @@ async def test_storage_says_where_bytes_are_and_which_rows_are_missing(tmp_path)
     async with browsing(cold) as at:
         assert ids(at) == ["other", "gappy"]
         await at.press("enter", "b")
-        assert "none here" in at.line("  hot ") and "evicted" in at.text
+        assert "none here" in at.line("  hot ") and "evicted" not in at.text
         assert "  cold " in at.line("/token_ids/")
 
 
@@ -646,7 +646,7 @@ async def test_a_discarded_session_is_a_line_not_a_crash(many, spool_uri):
     many.discard("s29")
     async with browsing(spool_uri) as at:
         await at.press("enter")
-        assert "nothing is here: session 's29'" in at.text and "discarded" in at.lines[0]
+        assert "discarded" in at.lines[0] and "nothing is here" not in at.text and "◆" in at.text
         for key in ("down", "enter", "y", "r", "v", "tab", "b"):
             await at.press(key)
         await at.press("q", "q")
@@ -680,7 +680,7 @@ async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_ur
 async def test_a_storage_that_hangs_holds_up_neither_keys_nor_the_exit(many, spool_uri, monkeypatch):
     gate = threading.Event()
     async with browsing(spool_uri) as at:
-        monkeypatch.setattr(spool.handle.Spool, "steps", lambda *_: gate.wait(60))
+        monkeypatch.setattr(spool.handle.Spool, "steps", lambda *_, **__: gate.wait(60))
         await at.pilot.press("enter")
         await at.pilot.pause(0.2)
         assert "looking" in at.text

@@ -234,6 +234,17 @@ def test_hostile_messages_are_shown_in_part(sp):
     assert not any(char in shown.replace("\x1b[1m", "").replace("\x1b[0m", "") for char in HOSTILE)
 
 
+def test_a_terminal_shows_both_values(sp):
+    recorded(sp, "a")
+    recorded(sp, "b", change=changing(1, "finish_reason", lambda _: "length"))
+    recorded(sp, "c", change=changing(1, "messages", lambda said: [said[0], {**said[1], "content": "\u5bbd" * 90}]))
+    for columns in (40, 120):
+        shown = on_terminal("diff", sp.config.root, "a", "b", columns=columns, code=1)
+        assert "A  stop" in shown and "B  length" in shown, shown
+    shown = on_terminal("diff", sp.config.root, "a", "c", columns=40, code=1)
+    assert "A  turn 1" in shown and "B  " + "\u5bbd" * 16 + "...\n" in shown, shown
+
+
 def test_wrong_calls_are_refused(sp):
     recorded(sp, "a")
     root = sp.config.root

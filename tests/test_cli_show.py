@@ -12,6 +12,7 @@ from tiers import record, wait_for
 
 import spool
 from spool.importers import import_runs
+from spool.look.session import look_at
 
 
 def plain(text):
@@ -152,3 +153,20 @@ def test_rows_are_the_same_however_they_are_counted(tmp_path, state):
     if state == "spilled":
         with spool.open(f"file://{tmp_path}/cold", readonly=True) as cold:
             assert cold.usage() == cold.usage(quick=True)
+
+
+def test_a_discarded_session_is_shown_until_it_is_deleted(sp):
+    add(s := session(sp, "a", metadata={"task": "t" * 500}), [1, 2], [3])
+    add(s, [1, 2, 3, 4], [5, 6])
+    s.finalize()
+    sp.discard("a")
+    (found,) = run("show", sp.config.root, "a", "--json").json
+    assert (found["state"], [step["n_tokens"] for step in found["steps"]]) == ("discarded", [3, 6])
+    assert [segment["n_tokens"] for segment in found["segments"]] == [6] and found["metadata"]["task"] == "t" * 500
+    shown = on_terminal("show", sp.config.root, "a")
+    assert "discarded" in shown and "t" * 20 + "..." in shown and "t" * 80 not in shown and "\u25c6 0" in shown
+    for call in (sp.steps, sp.view, sp.final_segments):
+        with pytest.raises(spool.ReleasedError, match="discarded"):
+            call("a")
+    with spool.open(sp.config.root, readonly=True) as other:
+        assert [row.step.index for row in look_at(other, "a").rows] == [0, 1]

@@ -10,10 +10,10 @@ from rich.cells import cell_len
 from spool.browse.filters import read_typed
 from spool.browse.wrapping import wrapped
 from spool.look.conversation import Block, blocks, n_shared, spelled, step_before
-from spool.look.places import places
+from spool.look.places import FieldPlace, fetched_bytes, places
 from spool.look.references import find, named
 from spool.look.session import look_at
-from spool.look.text import ago, one_line, safe_text, short
+from spool.look.text import ago, one_line, safe_text, short, shortened
 from spool.look.tree import StepLook, glyph, rails, tree_rows
 from spool.model.refs import StepRef
 
@@ -248,3 +248,25 @@ def test_short_numbers_and_ages():
 def test_what_cannot_be_seen_is_shown_as_an_escape(char):
     assert one_line(f"a{char}b").isascii()
     assert safe_text(f"a{char}b").isascii()
+
+
+def test_bytes_that_a_read_fetches_count_once():
+    def place(start, stop, tier="cold", file="a", field="routed_experts"):
+        return FieldPlace(
+            field=field, file=file, tier=tier, stream="s", start=0, stop=1, offset=start, length=stop - start
+        )
+
+    ranges = [place(0, 100), place(50, 150), place(20, 30), place(300, 310), place(0, 7, "hot", "b"), place(0, 100)]
+    assert fetched_bytes(ranges) == {("routed_experts", "cold"): 160, ("routed_experts", "hot"): 7}
+    assert fetched_bytes([place(0, 4), place(0, 4, file="c"), place(0, 4, field="logprobs")]) == {
+        ("routed_experts", "cold"): 8,
+        ("logprobs", "cold"): 4,
+    }
+    assert fetched_bytes([]) == {}
+
+
+@pytest.mark.parametrize(("text", "width", "shown"), [
+    ("abc", 3, "abc"), ("abcdef", 5, "ab..."), ("宽宽", 4, "宽宽"), ("宽宽宽", 5, "宽..."), ("x" * 50_000, 4, "x..."),
+])  # fmt: skip
+def test_lines_are_shortened_to_cells(text, width, shown):
+    assert shortened(text, width) == shown

@@ -58,7 +58,7 @@ def test_spill_brings_over_what_is_sealed_and_ends(hot, cold, tmp_path):
     assert (after["spill"], after["spiller"]["running"], after["spiller"]["n_spilled"]) == (cold, False, 0)
     there = run("status", cold, "--json").json
     assert (there["hot"], there["spiller"], there["root"]) == (None, None, cold)
-    assert there["packs"]["evicted"] == {**after["packs"]["spilled"], "hot_bytes": 0}
+    assert there["packs"]["cold"] == {**after["packs"]["spilled"], "hot_bytes": 0}
 
 
 def test_a_spill_without_a_cold_root_is_refused(hot):
@@ -158,7 +158,7 @@ def test_du_says_what_each_tier_takes(hot, cold, tmp_path):
     assert total["file_bytes"] == plain["file_bytes"] or total["file_bytes"] > 0
     with spool.open(cold, readonly=True) as sp:
         status = sp.status()
-        assert sum(row["cold_bytes"] for row in sp.usage()) >= status.packs["evicted"].cold_bytes
+        assert sum(row["cold_bytes"] for row in sp.usage()) >= status.packs["cold"].cold_bytes
     with spool.open(hot) as sp:
         record(sp, "c")
     fields = {row["field"]: row for row in run("du", hot, "--json").json["fields"]}

@@ -52,6 +52,7 @@ def test_what_was_published_reads_the_same_from_everywhere(open_pair, cold, tmp_
         assert_same(there.read(segments), wanted)
         assert [row.session_id for row in there.sessions("reward > 0.4")] == ["u1"]
         assert [ref.id for ref in there.segments()] == [ref.id for ref in segments]
+        assert list(there.status().packs) == ["cold"] and there.status().spill is there.info()["spill"] is None
         assert there.messages(segments[0]) == sp.messages(segments[0])
         part = there.read(segments[2], fields=["routed_experts"], tokens=slice(30, 90), layers=slice(2, 4))
         assert (part["routed_experts"] == wanted[2]["routed_experts"][30:90, 2:4]).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,15 @@ import click
 import msgspec
 
 from spool.cli.exits import Exit
-from spool.cli.output import Column, json_option, pretty, say, write_json, write_rows
+from spool.cli.output import Column, json_option, pretty, say, write_json, write_line, write_rows
 from spool.cli.places import find, is_location, is_session, open_spool
 from spool.config import default_location
 from spool.errors import NotFoundError, SpoolError
+from spool.look.text import one_line, shortened
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from spool.handle import Spool
     from spool.look.diff import Difference, Side
     from spool.model.refs import Ref
@@ -41,9 +46,10 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], first: bool, as_json
     """Say where two sessions, or two segments or steps, differ first, and how.
 
     A and B are REFs, of which each may be of a spool of its own: LOCATION::REF, or a reference as JSON that says where
-    its spool is. For each part that differs there is a line with the first place and what is there; of all the first
-    one comes first. The parts are, in this order: of things of one name their identity; what the records say (steps,
-    lengths, finish reasons, versions, messages, late facts); and each field.
+    its spool is. For each part that differs there is a line with the first place and what is there, which a terminal
+    shows under it, shortened to fit; of all the first one comes first. The parts are, in this order: of things of one
+    name their identity; what the records say (steps, lengths, finish reasons, versions, messages, late facts); and each
+    field.
 
     Fields are compared as stored, bit for bit, as far as both go: NaN is equal to NaN of the same bits, 0.0 differs
     from -0.0. What was never sent differs from all that was. Exits 1 where something differs.
@@ -61,7 +67,7 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], first: bool, as_json
     if as_json:
         write_json(msgspec.to_builtins(comparison))
     elif differences:
-        write_rows([_row(found) for found in differences], _COLUMNS)
+        _write(differences)
     else:
         say("they are equal")
     return Exit.FAILED if differences else Exit.OK
@@ -122,6 +128,19 @@ class _Spools:
         raise NotFoundError(
             f"the spool {ref.spool_id} of the reference {getattr(ref, 'id', '')!r} is not where it says"
         )
+
+
+def _write(differences: Sequence[Difference]) -> None:
+    """Print where things differ: on a terminal a place a line, and both values under it, shortened to fit."""
+    if not sys.stdout.isatty():
+        write_rows([_row(found) for found in differences], _COLUMNS)
+        return
+    width = shutil.get_terminal_size().columns
+    for found in differences:
+        row = _row(found)
+        write_line("  ".join(one_line(str(row[name])) for name in ("place", "part", "what", "how") if row[name]))
+        for side in ("a", "b"):
+            write_line(f"  {side.upper()}  {shortened(pretty(row[side]) or '-', width - 5)}")
 
 
 def _row(found: Difference) -> dict[str, Any]:

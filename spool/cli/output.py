@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from spool.look.text import count, iso_time, json_text, one_line, safe_text
+from spool.look.text import count, iso_time, json_text, one_line, safe_text, shortened
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 WIDE = 40
 """Columns of a terminal that the first column of a table gets before others are left out."""
+
+MOST_NAME = 32
+"""Columns that the names of facts get before they are shortened, also where that is half a terminal and more."""
+
+_LEFT_OUT = "spool.cli.output.left_out"
 
 
 class Column(NamedTuple):
@@ -116,7 +121,7 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     """Print rows as a table that fits the terminal.
 
     The first column takes what is left and goes on over more lines where it must. Columns without any value are left
-    out, and from the right as many as keep the first one from `WIDE` characters.
+    out, and from the right as many as keep the first one from `WIDE` characters; which those are is said on stderr.
     """
     from rich.cells import cell_len
     from rich.console import Console
@@ -128,8 +133,9 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     first, *others = cells
     shown = [column for column in others if any(cells[column])]
     widths = {column: max(map(cell_len, (column.title, *found))) for column, found in cells.items()}
+    left_out: list[str] = []
     while shown and min(widths[first], WIDE) + sum(widths[column] + 2 for column in shown) > console.width:
-        shown.pop()
+        left_out.insert(0, shown.pop().title)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(first.title, overflow="fold", justify=_side(first))
     for column in shown:
@@ -137,6 +143,23 @@ def write_table(rows: Sequence[Row], columns: Sequence[Column]) -> None:
     for number in range(len(rows)):
         table.add_row(*(Text(cells[column][number]) for column in (first, *shown)))
     _print(console, table)
+    _tell_left_out(left_out)
+
+
+def _tell_left_out(titles: Sequence[str]) -> None:
+    """Say once, when the verb is done, which columns its tables had no room for."""
+    context = click.get_current_context(silent=True)
+    if not titles or context is None:
+        return
+    if _LEFT_OUT not in context.meta:
+        context.meta[_LEFT_OUT] = {}
+        context.call_on_close(lambda: say(_left_out_text(list(context.meta[_LEFT_OUT]))))
+    context.meta[_LEFT_OUT].update(dict.fromkeys(titles))
+
+
+def _left_out_text(titles: Sequence[str]) -> str:
+    number = "1 column is" if len(titles) == 1 else f"{len(titles)} columns are"
+    return f"{number} left out: {', '.join(titles)}; widen the terminal or use --json"
 
 
 def _print(console: Console, table: Table) -> None:
@@ -150,11 +173,12 @@ def _side(column: Column) -> Literal["left", "right"]:
     return "left" if column.kind in ("text", "time") else "right"
 
 
-def write_facts(facts: Iterable[tuple[str, object, Kind]]) -> None:
+def write_facts(facts: Iterable[tuple[str, object, Kind]], *, short: bool = False) -> None:
     """Print names and values: side by side on a terminal, else tab-separated and exact.
 
     Args:
         facts: name, value, how it is shown; what is None or empty is left out.
+        short: a terminal shows of each value what fits into its line.
     """
     found = [(name, value, kind) for name, value, kind in facts if value is not None and value not in ((), [], {}, "")]
     if not sys.stdout.isatty():
@@ -162,16 +186,22 @@ def write_facts(facts: Iterable[tuple[str, object, Kind]]) -> None:
             exact = iso_time(value) if kind == "time" and isinstance(value, float) else plain(value)
             sys.stdout.write(f"{one_line(name)}\t{exact}\n")
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = Console(highlight=False)
+    widest = max((cell_len(one_line(name)) for name, _, _ in found), default=0)
+    name_width = min(widest, max(console.width // 2, MOST_NAME), max(console.width - 10, 8))
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(max_width=32, overflow="fold", style="bold")
+    grid.add_column(width=name_width, no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
+    room = max(console.width - name_width - 2, 8)
     for name, value, kind in found:
-        grid.add_row(Text(one_line(name)), Text(pretty(value, kind)))
-    _print(Console(highlight=False), grid)
+        shown = pretty(value, kind)
+        grid.add_row(Text(shortened(one_line(name), name_width)), Text(shortened(shown, room) if short else shown))
+    _print(console, grid)
 
 
 def flat(name: str, value: object) -> Iterable[tuple[str, object, Kind]]:

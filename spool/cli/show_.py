@@ -8,6 +8,7 @@ import click
 
 from spool.cli.output import Column, flat, json_option, write_facts, write_json, write_line, write_rows
 from spool.cli.places import find, is_session, open_spool, parse_range, reference_arguments, split_arguments
+from spool.errors import NotFoundError, ReleasedError
 from spool.look.text import json_text
 
 if TYPE_CHECKING:
@@ -47,8 +48,13 @@ def command(
     """Show sessions, steps or segments.
 
     Identity, lengths, weight versions, late facts, and what they are made of. Of a session its steps, on a terminal as
-    a tree: a branch is indented, a diamond begins a chain, a cross marks a step whose request was sent again. Of a
-    segment or step what of each field was never sent, the bytes in each tier, and where versions change.
+    a tree: a branch is indented, a diamond begins a chain, a cross marks a step whose request was sent again; of a
+    discarded one, which nothing else reads any more, what is there until it is deleted. Of a segment or step what of
+    each field was never sent, the bytes that a read fetches from each tier (each once; of a compressed object whole
+    chunks, wider than the rows), and where versions change. A terminal shows the beginning of long values, JSON all.
+
+    n_tokens of a session are the tokens that its steps add to the chains of their parents: those of a request that was
+    sent again count again, a prefix that steps share through their parent counts once.
 
     What is printed of a session or a segment are columns of ls --where, but for id, steps, fields, metadata, n_extents
     and what is counted by field or by layer. n_prompt of a segment is response_start there, version is first_version
@@ -98,11 +104,17 @@ def _session(sp: Spool, session_id: str, asked: _Asked) -> dict[str, Any]:
     from spool.cli.facts import segment_facts, session_facts, step_facts
     from spool.look.session import look_at
 
-    row, steps, segments = sp.find_session(session_id), sp.steps(session_id), sp.final_segments(session_id)
+    row = sp.find_session(session_id)
     assert row is not None
-    drawn = tree_facts(look_at(sp, session_id))
     facts = session_facts(row)
     facts |= _looked_up(sp, session_id)
+    try:
+        steps, drawn = sp.steps(session_id, discarded=True), tree_facts(look_at(sp, session_id))
+        segments = sp.final_segments(session_id, discarded=True)
+    except (NotFoundError, ReleasedError) as error:
+        if row.state != "discarded":
+            raise
+        return facts | {"problem": str(error), "steps": [], "segments": []}
     facts["steps"] = [{**step_facts(step), **drawn[step.index]} for step in steps]
     facts["segments"] = [segment_facts(ref) for ref in segments]
     if asked.messages:
@@ -143,12 +155,13 @@ def _print(facts: Mapping[str, Any]) -> None:
     whole = "n_segments" in facts
     apart = _OF_SESSION if whole else _OF_PART
     own = ((name, value) for name, value in facts.items() if name not in apart)
-    write_facts(
+    found = (
         (name, value, _kind(label))
         for label, nested in own
         if _USUAL.get(label, _USUAL) != nested
         for name, value, _ in flat(label, nested)
     )
+    write_facts(found, short=True)
     messages = facts.get("messages")
     if not whole:
         write_detail(facts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from spool.errors import SpoolError
-from spool.look.places import place_of
+from spool.look.places import fetched_bytes, place_of
 from spool.model.rows import forward_rows
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ class FieldDetail(Struct, frozen=True, kw_only=True):
         n_rows: rows that it should have.
         n_missing: rows that were never sent.
         gaps: half-open ranges of positions that were never sent, at most `MOST_GAPS`.
-        hot_bytes, cold_bytes: bytes of its rows that are read there.
+        hot_bytes, cold_bytes: bytes that a read of its rows fetches there, each once; where chunks are compressed they
+            are fetched whole, also for rows that are not its own.
     """
 
     kind: str
@@ -60,9 +61,9 @@ def detail(sp: Spool, ref: StepRef | SegmentRef) -> Detail:
     """
     sizes: dict[str, dict[str, int]] = {}
     found = place_of(sp, ref)
-    for place in found.ranges:
-        own = sizes.setdefault(place.field.partition(".")[0], {"hot": 0, "cold": 0})
-        own[place.tier] += place.length
+    for (name, tier), n_bytes in fetched_bytes(found.ranges).items():
+        own = sizes.setdefault(name.partition(".")[0], {"hot": 0, "cold": 0})
+        own[tier] += n_bytes
     try:
         (covered,) = sp.coverage([ref])
     except SpoolError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -102,18 +103,37 @@ def _place(sp: Spool, found: ByteRange) -> FieldPlace:
 
 
 def joined(ranges: Iterable[ByteRange]) -> Iterable[ByteRange]:
-    """Yield the ranges in their order, with those that go on where the last one ended made one."""
+    """Yield the ranges in their order, with those that go on in the last one or behind it made one."""
     last = None
     for found in ranges:
         if (
             last is not None
             and (last.file, last.field) == (found.file, found.field)
-            and last.offset + last.length == found.offset
+            and last.offset <= found.offset <= last.offset + last.length
         ):
-            last = last._replace(length=last.length + found.length, rows=(last.rows[0], found.rows[1]))
+            stop = max(last.offset + last.length, found.offset + found.length)
+            rows = min(last.rows[0], found.rows[0]), max(last.rows[1], found.rows[1])
+            last = last._replace(length=stop - last.offset, rows=rows)
             continue
         if last is not None:
             yield last
         last = found
     if last is not None:
         yield last
+
+
+def fetched_bytes(ranges: Iterable[FieldPlace]) -> dict[tuple[str, str], int]:
+    """Return by field and tier the bytes that a read fetches, each byte of a file once.
+
+    A compressed chunk counts whole, however few of its rows are wanted, and once, however many runs lie in it.
+    """
+    spans: dict[tuple[str, str, str], list[tuple[int, int]]] = defaultdict(list)
+    for place in ranges:
+        spans[place.field, place.tier, place.file].append((place.offset, place.offset + place.length))
+    found: dict[tuple[str, str], int] = defaultdict(int)
+    for (field, tier, _), own in spans.items():
+        reached = 0
+        for start, stop in sorted(own):
+            found[field, tier] += max(stop - max(start, reached), 0)
+            reached = max(reached, stop)
+    return dict(found)

@@ -66,7 +66,7 @@ class SessionView(Struct, frozen=True, kw_only=True):
 
 
 def look_at(sp: Spool, session_id: str, view: View | None = None) -> SessionView:
-    """Return a session as a view shows it; no payload is read.
+    """Return a session as a view shows it, a discarded one too; no payload is read.
 
     Args:
         sp: the spool.
@@ -75,7 +75,7 @@ def look_at(sp: Spool, session_id: str, view: View | None = None) -> SessionView
 
     Raises:
         NotFoundError: it is not recorded.
-        ReleasedError: it was discarded, or deleted.
+        ReleasedError: it was deleted, or a part of it.
     """
     from spool.errors import NotFoundError
 
@@ -84,15 +84,16 @@ def look_at(sp: Spool, session_id: str, view: View | None = None) -> SessionView
         raise NotFoundError(f"no session {session_id!r} is recorded", session_id=session_id)
     if view is None:
         view = "timeline" if row.view == "timeline" else "lineage"
-    steps = step_looks(sp.steps(session_id))
-    retries = superseded_steps(sp.view(session_id, "lineage", superseded="keep", gaps="keep", trailing="keep"))
-    made = sp.view(session_id, view)
-    final = sp.final_segments(session_id) if row.state == "final" and row.view == view else None
+    steps = step_looks(sp.steps(session_id, discarded=True))
+    whole = sp.view(session_id, "lineage", discarded=True, superseded="keep", gaps="keep", trailing="keep")
+    made = sp.view(session_id, view, discarded=True)
+    is_final = row.state != "open" and row.view == view
+    final = sp.final_segments(session_id, discarded=True) if is_final else None
     segments = made if final is None else final
     return SessionView(
         row=row,
         view=view,
-        rows=tuple(tree_rows(steps, segments, retries)),
+        rows=tuple(tree_rows(steps, segments, superseded_steps(whole))),
         segments=tuple(_segment_look(ref, made) for ref in segments),
         is_final=final is not None,
     )

@@ -81,3 +81,23 @@ def short(value: int) -> str:
     power = min((len(str(value)) - 1) // 3, len(_UNITS))
     number = value / 1000**power
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}{_UNITS[power - 1]}"
+
+
+def shortened(text: str, width: int) -> str:
+    """Return one line that takes at most ``width`` cells of a terminal; dots end what was cut."""
+    if len(text) <= width and text.isascii():
+        return text
+    cells = [_n_cells(char) for char in text[: width + 1]]
+    if len(text) <= width and sum(cells) <= width:
+        return text
+    room, kept = width - 3, 0
+    for n in cells:
+        room -= n
+        if room < 0:
+            break
+        kept += 1
+    return text[:kept] + "..."
+
+
+def _n_cells(char: str) -> int:
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
