@@ -38,10 +38,10 @@ _BINS = (
 _LAYERS = (
     Column("model", "MODEL"),
     Column("layer", "LAYER", "number"),
-    Column("imbalance", "IMBALANCE", "number"),
-    Column("entropy", "ENTROPY", "number"),
-    Column("overlap", "OVERLAP", "number"),
-    Column("unused", "UNUSED", "number"),
+    Column("imbalance", "IMBALANCE", "ratio"),
+    Column("entropy", "ENTROPY", "ratio"),
+    Column("overlap", "OVERLAP", "ratio"),
+    Column("unused", "UNUSED", "ratio"),
 )
 
 
