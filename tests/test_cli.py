@@ -627,8 +627,10 @@ def test_demo_records_reads_back_and_checks(tmp_path):
     assert facts["ref_bytes"] / facts["n_segments"] < 2000 < facts["segment_bytes"] / facts["n_segments"] / 100
     text = run("demo", tmp_path / "s", "--groups", "1").text
     assert "each bit for bit as it was sent" in text
-    assert f"spool ls {tmp_path}/s" in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert f"spool browse {tmp_path}/s" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 100
+    with library.open(str(tmp_path / "s"), readonly=True) as sp:
+        assert {row.reward for row in sp.sessions()} <= {0.0, 0.5, 1.0}
     assert run("info", tmp_path / "s", "--json").json["n_sessions"] == 8
     assert run("verify", tmp_path / "s", "--deep").err.endswith("nothing wrong\n")
 

@@ -143,7 +143,7 @@ def test_an_empty_spool_has_a_page(tmp_path):
 def test_one_session_that_only_began(sp):
     add(session(sp, "a"), [1, 2], [3])
     shown = page(gather(sp))
-    assert "live" in shown and "There are no rewards" in shown and "There are no segments" in shown
+    assert "open" in shown and "There are no rewards" in shown and "There are no segments" in shown
 
 
 HOSTILE_NAMES = (

@@ -24,7 +24,7 @@ def command(location: str | None, tokenizer: str | None) -> None:
     Sessions, groups, one session's steps and conversation, tokens, routing, and where the bytes are. Keys are at the
     foot of each screen; ? shows all. Nothing is written, and no more is read than is shown. NO_COLOR is honoured.
 
-    Needs the extra tui: pip install 'spool-store[tui]'.
+    Needs the extra tui: pip install '.[tui]' in a checkout, or pip install 'spool-store[tui]'.
     """
     if location is None and default_location() is None:
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
@@ -35,7 +35,9 @@ def command(location: str | None, tokenizer: str | None) -> None:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "textual":
             raise
-        raise ConfigError("the browser is not installed: pip install 'spool-store[tui]'") from None
+        raise ConfigError(
+            "the browser is not installed: pip install '.[tui]' in a checkout, or pip install 'spool-store[tui]'"
+        ) from None
     browser = Browser(lambda: open_spool(location), tokenizer=tokenizer)
     with _quiet():
         failure = browser.run()

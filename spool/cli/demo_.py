@@ -8,6 +8,7 @@ import shlex
 import shutil
 import tempfile
 import time
+import zlib
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -44,8 +45,9 @@ _SHARED = ("token_ids", "routed_experts")
 def command(location: str | None, groups: int, dry_run: bool, as_json: bool) -> int:
     """Record a synthetic rollout, read it back, check every value.
 
-    Branches, retries and context rewrites are among its steps. LOCATION keeps the spool, also one that is there
-    already; where it is left out ($SPOOL_URI does not count here), a temporary directory is used and removed.
+    Branches, retries and context rewrites are among its steps, and sessions get rewards. LOCATION keeps the spool, for
+    spool browse to look at, also one that is there already; where it is left out ($SPOOL_URI does not count here),
+    a temporary directory is used and removed.
     """
     if dry_run:
         facts: dict[str, Any] = {"model": MODEL, "n_sessions": groups * SAMPLES, "n_steps": groups * SAMPLES * TURNS}
@@ -54,7 +56,7 @@ def command(location: str | None, groups: int, dry_run: bool, as_json: bool) -> 
     else:
         with _place(location) as root:
             facts = _run(root, groups)
-        text = [*_lines(facts), *([f"look         spool ls {shlex.quote(location)}"] if location else [])]
+        text = [*_lines(facts), *([f"look         spool browse {shlex.quote(location)}"] if location else [])]
     if as_json:
         write_json(facts)
     else:
@@ -140,11 +142,18 @@ def _record(sp: Spool, steps: Iterator[SyntheticStep], shape: MoEShape) -> _Writ
         ref = session.append(**step.append)
         segments = session.finalize(view="lineage") if step.last else []
         written.append_s += time.perf_counter() - began
+        if step.last:
+            sp.annotate(ref.session_id, reward=_reward(ref.session_id))
         written.sent_bytes += sum(getattr(value, "nbytes", 0) for value in step.append.values())
         written.kinds[step.kind] += 1
         written.steps[ref.session_id, ref.index] = ref
         written.segments.update({(segment.session_id, segment.steps[-1]): segment for segment in segments})
     return written
+
+
+def _reward(session_id: str) -> float:
+    """Return what a session is said to be worth: the same for one id each time, 1 or 0, or now and then a half."""
+    return (0.0, 1.0, 0.0, 1.0, 0.5)[zlib.crc32(session_id.encode()) % 5]
 
 
 class _Checked:

@@ -33,10 +33,10 @@ _FIELD_COLUMNS = (
 _VERSION_COLUMNS = (Column("version", "VERSION"), Column("start", "FROM", "count"), Column("stop", "TO", "count"))
 _LAYER_COLUMNS = (
     Column("layer", "LAYER", "number"),
-    Column("imbalance", "IMBALANCE", "number"),
-    Column("entropy", "ENTROPY", "number"),
-    Column("overlap", "OVERLAP", "number"),
-    Column("unused", "UNUSED", "number"),
+    Column("imbalance", "IMBALANCE", "ratio"),
+    Column("entropy", "ENTROPY", "ratio"),
+    Column("overlap", "OVERLAP", "ratio"),
+    Column("unused", "UNUSED", "ratio"),
 )
 _TOKEN_COLUMNS = (
     Column("position", "TOKEN", "number"),

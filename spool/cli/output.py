@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-Kind = Literal["text", "count", "size", "time", "number"]
+Kind = Literal["text", "count", "size", "time", "number", "ratio"]
 Row = Mapping[str, Any]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -114,6 +114,8 @@ def pretty(value: object, kind: Kind = "text") -> str:
         return ", ".join(map(plain, value))
     if kind in ("count", "number") and isinstance(value, int):
         return count(value)
+    if kind == "ratio" and isinstance(value, float):
+        return f"{value:.3g}"
     return f"{value:.6g}" if isinstance(value, float) else plain(value)
 
 

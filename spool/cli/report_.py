@@ -22,7 +22,7 @@ def command(location: str | None, output: str, where: str | None, force: bool, a
     of each layer (of a sample of segments), and the sessions that stand out. The page is one file that fetches nothing
     and runs no script; it follows the reader's choice of light or dark.
 
-    Needs the extra report: pip install 'spool-store[report]'.
+    Needs the extra report: pip install '.[report]' in a checkout, or pip install 'spool-store[report]'.
     """
     with open_spool(location) as sp:
         from spool.report.write import write_report

@@ -38,10 +38,10 @@ _BINS = (
 _LAYERS = (
     Column("model", "MODEL"),
     Column("layer", "LAYER", "number"),
-    Column("imbalance", "IMBALANCE", "number"),
-    Column("entropy", "ENTROPY", "number"),
-    Column("overlap", "OVERLAP", "number"),
-    Column("unused", "UNUSED", "number"),
+    Column("imbalance", "IMBALANCE", "ratio"),
+    Column("entropy", "ENTROPY", "ratio"),
+    Column("overlap", "OVERLAP", "ratio"),
+    Column("unused", "UNUSED", "ratio"),
 )
 
 
@@ -96,7 +96,7 @@ def _print(found: Stats) -> None:
     shares = [*_shares("outcome", summary.outcomes), *_shares("source", summary.sources)]
     rows = [*shares, *_shares("finish_reason", summary.finish_reasons)]
     bins = _BINS if sys.stdout.isatty() else _BINS[:-1]
-    for table, columns in ((rows, _SHARES), (list(_bins(summary)), bins), (list(_layers(found)), _LAYERS)):
+    for table, columns in ((rows, _SHARES), (list(_shown_bins(summary)), bins), (list(_layers(found)), _LAYERS)):
         if table:
             write_line("")
             write_rows(table, columns)
@@ -147,6 +147,20 @@ def _bins(summary: Summary) -> Iterator[dict[str, Any]]:
         for found in histogram.bins:
             bar = "#" * max(round(BAR * found.n / most), int(found.n > 0)) if most else ""
             yield {"of": name, "low": _plain(found.low), "high": _plain(found.high), "n": found.n, "bar": bar}
+
+
+def _shown_bins(summary: Summary) -> Iterator[dict[str, Any]]:
+    """Yield the bins that a terminal shows: those that hold something, with a mark where empty ones are left out."""
+    if not sys.stdout.isatty():
+        yield from _bins(summary)
+        return
+    empty = False
+    for row in _bins(summary):
+        if row["n"]:
+            yield row
+        elif not empty:
+            yield {"of": row["of"], "bar": "..."}
+        empty = row["n"] == 0
 
 
 def _plain(value: float) -> float | int:

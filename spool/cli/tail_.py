@@ -38,7 +38,8 @@ def command(location: str | None, follow: bool, lines: int, where: str | None, a
     and for each reward that is given. What other nodes do is seen when they publish it. It ends when whoever reads it
     is gone, or with Ctrl-C, and exits 130 then.
 
-    JSON is an object a line. Lines that are not for a terminal are tab-separated under a heading.
+    JSON is an object a line, with times in seconds since the epoch. Lines that are not for a terminal are tab-separated
+    under a heading.
     """
     with open_spool(location) as sp:
         from spool.look.follow import follow as following
@@ -74,7 +75,7 @@ def _shower(*, as_json: bool) -> Callable[[News], None]:
     if sys.stdout.isatty():
         return lambda item: _write(_for_people(item))
     _write("\t".join(_NAMES))
-    return lambda item: _write("\t".join(plain(value) for value in _facts(item).values()))
+    return lambda item: _write("\t".join(map(plain, (_facts(item) | {"at": iso_time(item.at)}).values())))
 
 
 def _write(line: str) -> None:

@@ -67,7 +67,10 @@ class Vocabulary:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("text of tokens needs the library tokenizers: pip install 'spool-store[tui]'") from error
+            raise ConfigError(
+                "text of tokens needs the library tokenizers: pip install '.[tui]' in a checkout, or "
+                "pip install 'spool-store[tui]'"
+            ) from error
         try:
             return Vocabulary(Tokenizer.from_file(path))
         except Exception as error:  # the library raises nothing more precise

@@ -83,7 +83,7 @@ def _times(axes: Axes, low: float, high: float) -> None:
 
 def outcomes(number: int, shares: Sequence[Share]) -> str:
     """Draw how many sessions ended how."""
-    names = ["live" if share.name is None else label(share.name) for share in shares]
+    names = ["open" if share.name is None else label(share.name) for share in shares]
     values = [share.n_sessions for share in shares]
     total = sum(values)
     with drawing(number, 6.4, 0.6 + 0.36 * max(len(shares), 3)) as (figure, made):
@@ -113,12 +113,13 @@ def rewards_by_rollout(number: int, points: Sequence[RolloutPoint]) -> str:
     steps = [(point.first + point.last) / 2 for point in known]
     means = [_drawable(point.reward) for point in known]
     spread = [_drawable(point.reward_std) for point in known]
+    least, most = ([_drawable(getattr(point, name)) for point in known] for name in ("reward_low", "reward_high"))
     with drawing(number) as (figure, made):
         axes = figure.subplots()
-        for ends in ([point.reward_low for point in known], [point.reward_high for point in known]):
-            axes.plot(steps, [_drawable(end) for end in ends], color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
-        low = [mean - std for mean, std in zip(means, spread, strict=True)]
-        high = [mean + std for mean, std in zip(means, spread, strict=True)]
+        for ends in (least, most):
+            axes.plot(steps, ends, color=GREY, linewidth=0.8, linestyle=(0, (2, 2)))
+        low = [max(mean - std, end) for mean, std, end in zip(means, spread, least, strict=True)]
+        high = [min(mean + std, end) for mean, std, end in zip(means, spread, most, strict=True)]
         axes.fill_between(steps, low, high, color=BLUE, alpha=0.18, linewidth=0)
         axes.plot(steps, means, color=BLUE, linewidth=1.8, marker="o" if len(known) < 40 else "", markersize=3.5)
         axes.grid(axis="y", linewidth=0.7)

@@ -38,6 +38,7 @@ class _Chart(NamedTuple):
         draw: makes the SVG, given its number; None where there is nothing to draw.
         head, rows: the numbers behind it.
         wide: it takes the whole width.
+        about: heading of those numbers.
     """
 
     title: str
@@ -46,6 +47,7 @@ class _Chart(NamedTuple):
     head: Sequence[str] = ()
     rows: Sequence[Sequence[Cell]] = ()
     wide: bool = False
+    about: str = "Numbers"
 
 
 def page(report: Report) -> str:
@@ -109,7 +111,7 @@ def _header(report: Report) -> str:
 
 def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     totals, rewards = report.summary.totals, report.summary.rewards
-    yield "Sessions", short(totals.n_sessions), f"{count(totals.n_open)} live, {count(totals.n_discarded)} discarded"
+    yield "Sessions", short(totals.n_sessions), f"{count(totals.n_open)} open, {count(totals.n_discarded)} discarded"
     yield "Steps", short(totals.n_steps), f"in {count(totals.n_groups)} groups"
     yield "Tokens", short(totals.n_tokens), f"{short(totals.n_generated)} generated"
     yield "Segments", short(totals.n_segments), f"{short(totals.n_trainable)} tokens to train"
@@ -146,7 +148,7 @@ def _figure(chart: _Chart, number: int) -> str:
     wide = " class=wide" if chart.wide else ""
     numbers = ""
     if chart.rows:
-        numbers = f"<details><summary>Numbers</summary>{_table(chart.head, chart.rows)}</details>"
+        numbers = f"<details><summary>{chart.about}</summary>{_table(chart.head, chart.rows)}</details>"
     picture = f'<div role=img aria-labelledby="t{number} s{number}">{drawn}</div>' if chart.draw is not None else drawn
     return (
         f"<figure{wide}><figcaption><h3 id=t{number}>{chart.title}</h3><p id=s{number}>{chart.says}</p></figcaption>"
@@ -211,7 +213,7 @@ def _outcomes(summary: Summary) -> _Chart:
         f"{count(n)} of {count(total)} sessions are completed ({100 * n / total:.3g} %)." if total else "No sessions.",
         (lambda number: charts.outcomes(number, shares)) if shares else None,
         _SHARED,
-        _share_rows(shares, "live"),
+        _share_rows(shares, "open"),
     )
 
 
@@ -241,6 +243,7 @@ def _sources(summary: Summary) -> _Chart:
         (lambda _: table) if rows else None,
         ("last finish reason", *_SHARED[1:]),
         reasons,
+        about="By last finish reason",
     )
 
 
@@ -251,7 +254,7 @@ def _rewards_by_rollout(summary: Summary) -> _Chart:
     if known:
         says = (
             f"Mean {known[0].reward:.3g} at step {known[0].first}, {known[-1].reward:.3g} at step {known[-1].last}; "
-            "the band is one standard deviation, the dotted lines are the least and the most."
+            "the band is one standard deviation, cut off at the least and the most: the dotted lines."
         )
     return _Chart(
         "Reward over rollout steps",
@@ -390,7 +393,7 @@ def _extremes(extremes: Sequence[Extreme]) -> str:
     head = ("why", "how much", "session", "outcome", "reward", "steps", "tokens", "source", "opened")
     rows: list[Sequence[Cell]] = [
         (
-            extreme.why, extreme.value, extreme.row.session_id, extreme.row.outcome or "live", extreme.row.reward,
+            extreme.why, extreme.value, extreme.row.session_id, extreme.row.outcome or "open", extreme.row.reward,
             extreme.row.n_steps, extreme.row.n_tokens, extreme.row.source, iso_time(extreme.row.opened_at),
         )
         for extreme in extremes

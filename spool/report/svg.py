@@ -46,7 +46,9 @@ def drawing(number: int, width: float = 6.4, height: float = 2.7) -> Iterator[tu
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "matplotlib":
             raise
-        raise ConfigError("a report needs matplotlib: pip install 'spool-store[report]'") from None
+        raise ConfigError(
+            "a report needs matplotlib: pip install '.[report]' in a checkout, or pip install 'spool-store[report]'"
+        ) from None
     made: list[str] = []
     settings: Any = {
         "svg.fonttype": "none", "svg.hashsalt": f"spool-{number}", "font.size": 9.0, "axes.edgecolor": GRID,
