@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import threading
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import App
@@ -74,7 +78,15 @@ class Browser(App[BaseException]):
         """Show that the spool is being opened."""
         from spool.browse.opening import OpeningScreen
 
+        self._end_on_signals()
         self.push_screen(OpeningScreen())
+
+    def _end_on_signals(self) -> None:
+        """Leave the terminal as it was, whoever ends the process."""
+        loop = asyncio.get_running_loop()
+        for which in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            with suppress(ValueError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(which, partial(self.exit, return_code=128 + which))
 
     def open_spool(self) -> Spool:
         """Open the spool; for a thread."""

@@ -18,7 +18,7 @@ from spool.errors import ConfigError
 @location_argument
 @click.option("--tokenizer", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
               help="A tokenizer.json, to show the text of tokens.")  # fmt: skip
-def command(location: str | None, tokenizer: str | None) -> None:
+def command(location: str | None, tokenizer: str | None) -> int:
     """Look around in a spool, while it is being written or not.
 
     Sessions, groups, one session's steps and conversation, tokens, routing, and where the bytes are. Keys are at the
@@ -44,6 +44,7 @@ def command(location: str | None, tokenizer: str | None) -> None:
         browser.close()
     if failure is not None:
         raise failure
+    return browser.return_code or 0
 
 
 @contextmanager

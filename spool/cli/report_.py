@@ -27,6 +27,8 @@ def command(location: str | None, output: str, where: str | None, force: bool, a
     with open_spool(location) as sp:
         from spool.report.write import write_report
 
+        if output == "-":
+            raise click.UsageError("a report is a file that is there whole or not at all: name one with -o")
         n_bytes = write_report(sp, output, where, force=force)
     if as_json:
         write_json({"file": output, "n_bytes": n_bytes})

@@ -23,10 +23,14 @@ _NAMES = (
 )  # fmt: skip
 
 
+MOST = 1_000_000
+"""Sessions that are told of at once."""
+
+
 @click.command("tail")
 @location_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on with what happens, until interrupted.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), default=10, show_default=True, help="So many sessions.")
+@click.option("-n", "--lines", type=click.IntRange(0, MOST), default=10, show_default=True, help="So many sessions.")
 @click.option("--where", help="Only of the sessions that a filter chooses, as they are then.")
 @json_option
 def command(location: str | None, follow: bool, lines: int, where: str | None, as_json: bool) -> None:
