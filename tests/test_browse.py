@@ -853,6 +853,9 @@ async def test_without_the_extra_the_verb_says_what_to_install(many, spool_uri, 
 
 def _on_terminal(arguments, keys, awaited, variables=None):
     """Run ``spool browse`` on a terminal of its own; press keys once ``awaited`` is shown; return code and output."""
+    import pty
+    import select
+    import signal
 
     pid, fd = pty.fork()
     if pid == 0:
