@@ -11,6 +11,7 @@ from tiers import record
 
 import spool
 from spool.errors import InputError
+from spool.spiller.keeper import Keeper
 
 ORDERS = ["number", "session_id", "group_id", "n_branches", "stored_bytes", "first_version", "last_version", "tier",
           "n_released", "reward", "n_tokens", "opened_at", "outcome", "attempt", "state"]  # fmt: skip
@@ -158,8 +159,9 @@ def test_groups_are_those_of_their_sessions(sp):
     assert [group.group_id for group in sp.groups("reward >= 1")] == [None, "a"]
 
 
-def test_tiers_are_those_of_the_packs(tmp_path):
+def test_tiers_are_those_of_the_packs(tmp_path, monkeypatch):
     uri = f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold"
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     with spool.open(uri) as sp:
         record(sp, "old", n_steps=1)
         sp.flush()
@@ -168,7 +170,8 @@ def test_tiers_are_those_of_the_packs(tmp_path):
         tiers = {row.session_id: row.tier for row in sp.listing().rows(0, 9)}
         assert tiers == {"old": "both", "new": "hot"}
         assert len(sp.listing("tier = 'both'")) == 1
-        sp.publish(sp.final_segments("new"))
+        sp.flush()
+        sp.spill()
     with spool.open(f"file://{tmp_path}/cold", readonly=True) as cold:
         assert {row.session_id: row.tier for row in cold.listing().rows(0, 9)} == {"old": "cold", "new": "cold"}
         assert cold.listing().rows(0, 1)[0].stored_bytes > 0
