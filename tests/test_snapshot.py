@@ -385,3 +385,20 @@ def test_an_index_that_refuses_what_it_does_not_know_holds_nobody_up(tmp_path, m
         assert list(sp.sessions()) == []
         assert "rebuild the catalog" in "".join(found.message for found in sp._feeds.hot.problems())
         monkeypatch.undo()
+
+
+def test_a_root_that_is_away_is_not_an_empty_one(tmp_path):
+    root = tmp_path / "s"
+    with spool.open(str(root)) as sp:
+        s = sp.session("s", experts=SHAPE)
+        add(s, [1, 2], [3])
+        s.finalize()
+    with spool.open(str(root), readonly=True) as sp:
+        assert len(sp.listing()) == 1
+        root.rename(tmp_path / "away")
+        for ask in (lambda: list(sp.sessions()), sp.listing, sp.groups, sp.summary, lambda: sp.find_session("s")):
+            with pytest.raises(spool.StorageError, match="moved, removed or replaced"):
+                ask()
+        (tmp_path / "away").rename(root)
+        assert len(sp.listing()) == 1
+        assert sp._catalog.is_borrowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -10,6 +11,7 @@ import apsw
 from spool.catalog import schema, snapshot
 from spool.catalog.database import Database, Link
 from spool.catalog.schema import DamagedError
+from spool.errors import moved_away
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ class BorrowedDatabase(Database):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
+        self._had_folder = os.path.isdir(os.path.dirname(path))
         self._links(Link(), None)
 
     @property
@@ -80,6 +83,8 @@ class BorrowedDatabase(Database):
         with self._writer.lock:
             if self.path is None:
                 return
+            if self._had_folder and not os.path.isdir(os.path.dirname(self.path)):
+                raise moved_away(os.path.dirname(self.path))
             path, self.path = self.path, None
             self._writer.close()
             self._memory_epoch += 1
