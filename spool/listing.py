@@ -80,7 +80,7 @@ class Listing:
         before = self._numbers
         if self._order == ARRIVAL and self._where is None and self._discarded and self._limit is None:
             self._version = version
-            newer = self._catalog.numbers(None, ARRIVAL, after=max(before[0] if before else 0, 0))
+            newer = self._catalog.numbers(None, ARRIVAL, after=before[0] if before else 0)
             self._numbers = newer + before if newer else before
         else:
             self._sort()

@@ -6,6 +6,8 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 from collections import Counter
 
 import msgspec
@@ -294,3 +296,27 @@ def test_rewards_of_any_size_are_counted_and_spread(sp, tmp_path, rewards):
     done = run("stats", sp.config.root, "--json")
     assert done.code == 0
     assert run("report", sp.config.root, "-o", tmp_path / "page.html").code == 0
+
+
+def test_a_summary_is_of_one_moment(tmp_path):
+    root = str(tmp_path / "s")
+    code = (
+        "import sys, spool\n"
+        "sp, n = spool.open(sys.argv[1]), 0\n"
+        "while True:\n"
+        "    s = sp.session(f's{n}'); s.append(prompt_token_ids=[1], response_token_ids=[2]); s.finalize(); n += 1\n"
+        "    print(n, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE, text=True) as writer:
+        while int(writer.stdout.readline()) < 50:
+            pass
+        counted = set()
+        with spool.open(root, readonly=True) as sp:
+            for _ in range(40):
+                found = sp.summary()
+                n = found.totals.n_sessions
+                assert sum(share.n_sessions for share in found.outcomes) == found.tokens.n == n
+                assert sum(period.n_opened for period in found.timeline.periods) == n
+                counted.add(n)
+        writer.kill()
+    assert len(counted) > 5

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import apsw
 
 from spool.catalog import forget, listing, query, schema
 from spool.catalog.borrowed import BorrowedDatabase
@@ -37,6 +39,8 @@ from spool.errors import StorageError
 from spool.model.events import Annotated, Attached, StepCommitted
 from spool.model.refs import SegmentRef
 
+T = TypeVar("T")
+
 _OPENINGS = 3
 
 
@@ -61,8 +65,8 @@ class Catalog:
         """Open the catalog at ``path``, made where there is none.
 
         A file that is not a sound catalog of this version is moved aside (`moved_aside`) and begun anew. In a folder
-        that cannot be written to, the index lives in memory. It is as empty, or as old, as the file was until it is
-        fed from the logs.
+        that cannot be written to, it is as with ``readonly``. The index is as empty, or as old, as the file was until
+        it is fed from the logs.
 
         Args:
             path: the database file; its folder exists.
@@ -427,8 +431,10 @@ class Catalog:
         return query.totals(self._run, without)
 
     def summary(self, where: str | None = None, current_version: str | None = None) -> Summary:
-        """Return the shape of the run; see `spool.catalog.summary`."""
-        return summary(self._run, where, current_version)
+        """Return the shape of the run at one moment; see `spool.catalog.summary`."""
+        return self._database.ask(
+            lambda connection: _at_one_moment(connection, lambda run: summary(run, where, current_version)), apart=True
+        )
 
     def slowest(self, where: str | None = None, limit: int = 10) -> list[SessionRow]:
         """Return the sessions that took longest, without discarded ones."""
@@ -495,6 +501,18 @@ class Catalog:
         for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
             return int(sid)
         return None
+
+
+def _at_one_moment(connection: apsw.Connection, question: Callable[[query.Execute], T]) -> T:
+    """Return what a question finds whose statements all see the same."""
+    own = not connection.in_transaction
+    if own:
+        connection.execute("BEGIN")
+    try:
+        return question(lambda sql, values=(): connection.execute(sql, tuple(values)).fetchall())
+    finally:
+        if own:
+            connection.execute("COMMIT")
 
 
 def _pages(ids: Sequence[int]) -> Iterator[Sequence[int]]:

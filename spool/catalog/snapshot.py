@@ -1,7 +1,7 @@
-"""A copy of a catalog file, made without a lock and without writing beside it.
+"""A copy of a catalog file, made without holding up a writer and without writing beside it.
 
-A reader that must leave a spool as it is cannot add to the file. The file and its WAL are copied as they are, and the
-copy is opened. What else is in the logs is fed to it afterwards.
+A reader that must leave a spool as it is cannot add to the file. What else is in the logs is fed to its copy. That is
+made through SQLite; of a file that cannot be read where it lies the bytes are copied, and those of its WAL.
 """
 
 from __future__ import annotations
