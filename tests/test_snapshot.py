@@ -402,3 +402,25 @@ def test_a_root_that_is_away_is_not_an_empty_one(tmp_path):
         (tmp_path / "away").rename(root)
         assert len(sp.listing()) == 1
         assert sp._catalog.is_borrowed
+
+
+@pytest.mark.parametrize("end", ["sp.close()", ""])
+def test_a_process_that_ends_leaves_an_index_that_has_all(tmp_path, end):
+    """So that whoever only reads afterwards needs no copy, also where nobody closed the handle."""
+    root = str(tmp_path / "s")
+    code = f"""
+import sys
+sys.path.insert(0, sys.argv[2])
+import spool
+from kit import SHAPE, add
+sp = spool.open(sys.argv[1])
+s = sp.session("s", experts=SHAPE)
+add(s, [1, 2], [3])
+s.finalize()
+{end}
+"""
+    subprocess.run([sys.executable, "-c", code, root, os.path.dirname(__file__)], check=True)
+    with spool.open(root, readonly=True) as sp:
+        assert sp.find_session("s").state == "final"
+        assert sp.status().packs.keys() == {"sealed"}
+        assert sp._catalog.is_borrowed

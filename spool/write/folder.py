@@ -180,7 +180,7 @@ def open_folder(root: str, name: str) -> tuple[Folder, bytes | None]:
             raise error from None
 
 
-def unlink_quietly(path: str) -> None:
-    """Remove a file that nobody needs any more, if it is there and can be removed."""
+def unlink_quietly(path: str, *, dir_fd: int | None = None) -> None:
+    """Remove a file that nobody needs any more, if it is there and can be removed; ``dir_fd`` is its folder's."""
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        os.unlink(path, dir_fd=dir_fd)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from spool.model.fields import ArraySpec
 from spool.stores.local import BLOCK, make_dirs, open_direct, parse_tail, pwrite_all, spare_prefix, sync_dir, tail_name
-from spool.write.folder import Folder
+from spool.write.folder import Folder, unlink_quietly
 from spool.write.mover import Mover
 from spool.write.ring import Fill, Ring
 
@@ -203,7 +203,7 @@ class Tape:
                 if self._tail is None or name != self._tail.name:
                     os.unlink(name, dir_fd=self._dir)
         for spare in self._spares:
-            self._unlink_quietly(spare.name)
+            unlink_quietly(spare.name, dir_fd=self._dir)
         self.abandon()
 
     def abandon(self) -> None:
@@ -231,7 +231,7 @@ class Tape:
             os.ftruncate(shard, self._size)
             if tail is not None:
                 os.close(tail.fd)
-                self._unlink_quietly(tail.name)
+                unlink_quietly(tail.name, dir_fd=self._dir)
             raise
         self._stale, self._tail = self._tail, tail
         self._stale_written = self._written
@@ -308,7 +308,7 @@ class Tape:
             self._rename(spare.name, name)
         except BaseException:
             os.close(spare.fd)
-            self._unlink_quietly(spare.name)
+            unlink_quietly(spare.name, dir_fd=self._dir)
             raise
         self._new_names = True
         return _Tail(spare.fd, name)
@@ -325,10 +325,6 @@ class Tape:
     def _rename(self, name: str, to: str) -> None:
         os.rename(name, to, src_dir_fd=self._dir, dst_dir_fd=self._dir)
 
-    def _unlink_quietly(self, name: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=self._dir)
-
     def _retire(self, tail: _Tail) -> None:
         """Take a tail out of readers' sight and keep its file, emptied, for the next."""
         name = self._spare_name()
@@ -337,7 +333,7 @@ class Tape:
             os.ftruncate(tail.fd, 0)
         except OSError:  # what is committed stays committed; a tail too many does no harm
             os.close(tail.fd)
-            self._unlink_quietly(name)
+            unlink_quietly(name, dir_fd=self._dir)
             return
         self._spares.append(_Tail(tail.fd, name))
 
@@ -345,7 +341,7 @@ class Tape:
         tail, self._tail = self._tail, None
         if tail is not None:
             os.close(tail.fd)
-            self._unlink_quietly(tail.name)
+            unlink_quietly(tail.name, dir_fd=self._dir)
 
     def _open_shard(self) -> int:
         if self._shard is None:
