@@ -32,7 +32,7 @@ def test_delivery_gives_eight_ranks_their_rows_and_reads_them_once(tmp_path):
 
 def test_a_batch_through_a_spool_leaves_the_manager_and_the_object_store_alone(tmp_path):
     path = tmp_path / "memory.json"
-    command = [sys.executable, "-m", "tools.plot_memory", "--sessions", "8", "--tokens", "4096", "--json", str(path)]
+    command = [sys.executable, "-m", "tools.plot_memory", "--sessions", "16", "--tokens", "4096", "--json", str(path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
     assert path.exists(), done.stderr
     found = json.loads(path.read_text())

@@ -174,7 +174,7 @@ def test_the_spiller_killed_while_it_uploads_leaves_nothing_half(open_hot, tmp_p
 
     for _ in range(3):
         n_before = hostile.count("PUT", "/c/")
-        wait_for(lambda n=n_before: begun(n), what="an upload")
+        wait_for(lambda n=n_before: begun(n), timeout_s=90, what="an upload")
         os.kill(_spiller_pid(tmp_path), 9)
         time.sleep(0.2)
         if sp._catalog.packs.get(refs[0].extents["token_ids"][0].stream, 0).state == "sealed":
