@@ -241,7 +241,6 @@ def test_who_was_taken_for_dead_notices_before_its_pack_is_listed(claimed, objec
     def late(self, stream, new):
         describe(self, stream, new)
         objects.put(records_key(*pack_of(refs[0])), theirs)
-        self._claimed = dict.fromkeys(self._claimed, float("-inf"))
 
     monkeypatch.setattr(Uploader, "_describe", late)
     assert [row.state for row in sp.spill()] == ["sealed"]
@@ -283,6 +282,30 @@ def test_rows_that_a_pack_sealed_without_are_not_read_as_zeros(tmp_path):
         with pytest.raises(spool.IntegrityError):
             sp.locate(late[0])
         assert_same(sp.read(early), wanted)
+
+
+@pytest.mark.parametrize("layers", [None, slice(1, 3)])
+def test_rows_that_a_cold_pack_lacks_are_not_read_as_zeros(tmp_path, cold, layers):
+    """The copy that was put back spills its short pack; no document is asked for rows that are other than zeros."""
+    root, backup = tmp_path / "hot", tmp_path / "backup"
+    with spool.open(str(root)) as sp:
+        early = record(sp, "early")
+        shutil.copytree(root, backup)
+        late = record(sp, "late")
+        wanted = sp.read(early[0], tokens=slice(2, 9), layers=layers)
+    shutil.rmtree(root)
+    with spool.open(located(backup, cold)) as sp:
+        sp.recover()
+        sp.spill()
+    shutil.rmtree(backup)
+    with spool.open(cold) as sp:
+        assert_same([sp.read(early[0], tokens=slice(2, 9), layers=layers)], [wanted])
+        for tokens in (slice(50, 60), slice(-3, None)):
+            for fields in (["token_ids"], ["routed_experts"], ["logprobs"], None):
+                with pytest.raises(spool.IntegrityError, match="are not there"):
+                    sp.read(late[0], tokens=tokens, fields=fields, layers=layers)
+        with pytest.raises(spool.IntegrityError, match="are not there"):
+            sp.locate(late[0])
 
 
 def test_rows_that_a_restored_root_lacks_come_from_the_cold_one(tmp_path):

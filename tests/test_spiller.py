@@ -252,7 +252,7 @@ def test_everything_is_read_back_where_that_is_wanted(tmp_path, s3_root, verify)
     if verify == "always":
         assert all(read[key] >= size for key, size in entry.objects.items())
     else:
-        assert sum(read.values()) < 0.5 * entry.stored_bytes
+        assert sum(n for key, n in read.items() if "/records/" not in key) < 0.5 * entry.stored_bytes
         compressed = [key for key in entry.objects if "routed_experts" in key]
         assert compressed and all(read[key] for key in compressed), "the index is read back"
 

@@ -26,6 +26,7 @@ from spool.read.plan import Fetch, Piece
 from spool.read.ranges import ChunkFetch, checked_fetches, chunk_fetches, raw_fetches
 from spool.read.sample import ByteRange
 from spool.read.traffic import under_way
+from spool.read.valid import ListedRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,17 +65,21 @@ class ColdTier:
         self._documents: dict[str, bytes] = {}
         self._layouts: dict[str, dict[str, ColdLayout]] = {}
         self._indexes = Indexes(self._get_range)
+        self._listed = ListedRows(self._get)
 
     def read(self, key: str) -> bytes | None:
         """See `Tier.read`; documents do not change, so those that were found are kept."""
         found = self._documents.get(key)
         if found is None:
             try:
-                with under_way(self._concurrency):
-                    found = self._documents[key] = self.objects.get(key)
+                found = self._documents[key] = self._get(key)
             except NotFoundError:
                 return None
         return found
+
+    def _get(self, key: str) -> bytes:
+        with under_way(self._concurrency):
+            return self.objects.get(key)
 
     def _get_range(self, key: str, start: int, stop: int, batch: Batch | None = None) -> bytes:
         with under_way(self._concurrency):
@@ -113,7 +118,7 @@ class ColdTier:
 
         self._each(look_up, [key for key, own in packed.items() if own])
         self._each(bring_one, fetches)
-        return absent
+        return absent + self._listed.past(pieces, batch)
 
     def _each(self, function: Callable[[Any], None], items: Sequence[Any]) -> None:
         if len(items) > 1:
@@ -257,6 +262,8 @@ class ColdTier:
         if layout is None or not run.n:
             return None if layout is None else []
         key, base = source.locate(run.extent)
+        if not self._listed.has(source, key, (run.row + run.n - base) * source.row_bytes):
+            return None
         try:
             if layout.codec == "raw":
                 if self.objects.info(key) is None:

@@ -140,8 +140,7 @@ class Uploader:
         reach("spill.documents")
         units = frozenset(key for pack in sent for key in pack.units)
         self.units.bring(units)
-        for pack in sent:
-            self._renew(name, pack.entry.pack)
+        all_of([self._threads.submit(self._claim_now, name, pack.entry.pack) for pack in sent])
         self._put_all((manifest_key(pack.entry), pack.manifest) for pack in sent)
         reach("spill.manifest")
         self.units.insist(units)
@@ -305,7 +304,11 @@ class Uploader:
     def _renew(self, name: str, pack: int) -> None:
         """Claim a pack again that takes long to send: another copy takes this one for dead, or did."""
         if time.monotonic() - self._claimed[name, pack] > CLAIM_S / 2:
-            self._claim(name, pack, read_file(records_path(self._root, name, pack)))
+            self._claim_now(name, pack)
+
+    def _claim_now(self, name: str, pack: int) -> None:
+        """See to it that a pack's records are the ones here: a machine may have stood still with no clock to tell."""
+        self._claim(name, pack, read_file(records_path(self._root, name, pack)))
 
     def _check_not_deleted(self, name: str, pack: int) -> None:
         """Raise `IntegrityError` where a pack of this name was deleted: nobody would see this one."""
