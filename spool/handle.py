@@ -27,7 +27,7 @@ from spool.export import export as write_export
 from spool.export.source import DtypeChoice
 from spool.facts import Facts
 from spool.feeds import Feeds
-from spool.history import History
+from spool.history import History, StepMessages
 from spool.known import Known
 from spool.listing import ARRIVAL, Listing
 from spool.logs import LogFeeder, Problem
@@ -595,6 +595,13 @@ class Spool:
         """Return the full list of chat messages of a step, or of a segment's last step."""
         self._known.step(_step_or_segment(ref))
         return self._history.messages(ref)
+
+    def transcript(self, session_id: str, *, discarded: bool = False) -> Iterator[StepMessages]:
+        """Iterate what each step of a session adds to the conversation, in the order of append, each read once.
+
+        Of a discarded session only where ``discarded`` is true; see `final_segments`.
+        """
+        return self._history.transcript(session_id, self._recorded(session_id, discarded=discarded).visible())
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """Return the tool schemas of a step, or of a segment's last step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from spool.catalog import Catalog, Located
 from spool.config import Config
@@ -14,6 +14,25 @@ from spool.model.events import Event, SessionDiscarded, StepCommitted, ToolsStor
 from spool.model.fields import TOKEN_IDS
 from spool.model.refs import SegmentRef, StepRef
 from spool.rollout.state import SessionState
+
+READ_STEPS = 256
+"""Steps of a session whose messages are in memory at a time."""
+
+
+class StepMessages(NamedTuple):
+    """What a step adds to the conversation.
+
+    Attributes:
+        step: index of the step in its session.
+        parent: index of the step whose chain it extends; None where it begins one.
+        n_inherited: messages of the parent's full list that this step's begins with.
+        messages: the rest of its list.
+    """
+
+    step: int
+    parent: int | None
+    n_inherited: int
+    messages: list[Any]
 
 
 class History:
@@ -120,6 +139,16 @@ class History:
             assert isinstance(event, StepCommitted)
             messages[event.inherited_messages :] = message_format.decode_messages(event.messages)
         return messages
+
+    def transcript(self, session_id: str, indexes: Sequence[int]) -> Iterator[StepMessages]:
+        """Iterate what these steps of a session add to the conversation; see `Spool.transcript`."""
+        by_index = self._steps(session_id)
+        steps = [by_index[index] for index in indexes if index in by_index]
+        for first in range(0, len(steps), READ_STEPS):
+            for event in self._feeds.read_events(steps[first : first + READ_STEPS]):
+                assert isinstance(event, StepCommitted)
+                own = message_format.decode_messages(event.messages)
+                yield StepMessages(event.index, event.parent, event.inherited_messages, own)
 
     def tools(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.tools`."""

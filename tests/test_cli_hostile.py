@@ -89,7 +89,7 @@ def test_json_is_valid_and_says_what_was_recorded(root, tmp_path):
     (cat,) = run("cat", root, "good:0").json
     assert cat["fields"]["logprobs"] == ["nan", "-inf", -0.0]
     (session,) = run("show", root, "good", "--messages", "--json").json
-    said = session["messages"]["0"]
+    said = session["messages"][0]["messages"]
     assert said[0] == {"role": EVIL, "content": EVIL}
     assert said[1]["content"][0]["text"] == LONE.replace("\ud800", "�") + EVIL
     assert (session["steps"][0]["step_id"], session["steps"][0]["finish_reason"]) == (EVIL, EVIL)

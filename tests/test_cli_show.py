@@ -11,6 +11,7 @@ from shell import HOSTILE, on_terminal, run
 from tiers import record, wait_for
 
 import spool
+from spool import history
 from spool.importers import import_runs
 from spool.look.session import look_at
 
@@ -170,3 +171,37 @@ def test_a_discarded_session_is_shown_until_it_is_deleted(sp):
             call("a")
     with spool.open(sp.config.root, readonly=True) as other:
         assert [row.step.index for row in look_at(other, "a").rows] == [0, 1]
+
+
+def test_the_messages_of_a_session_are_read_once(tmp_path, monkeypatch):
+    """Whatever branches, begins anew or was withdrawn; the lists joined again are those of each step."""
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        s = session(sp, "talk")
+        said, ids = [{"role": "user", "content": "begin"}], counting(4)
+        for turn in range(700):
+            add(s, ids, [turn], messages=said)
+            ids = [*ids, turn, 9]
+            said = [*said, {"role": "assistant", "content": f"turn {turn}"}]
+        s.discard(add(s, [*counting(4), 0, 5], [1], messages=[*said[:2], {"role": "user", "content": "not so"}]))
+        back = [*said[:2], {"role": "user", "content": "back"}]
+        add(s, [*counting(4), 0, 6], [2], messages=back)
+        add(s, [77], [3], messages=[*back, {"role": "user", "content": "anew"}])
+        s.finalize()
+        refs = sp.steps("talk")
+        wanted = {index: sp.messages(refs[index]) for index in (0, 1, 699, -2, -1)}
+        decoded, decode = [], history.message_format.decode_messages
+        monkeypatch.setattr(history.message_format, "decode_messages", lambda data: decoded.append(0) or decode(data))
+        steps = list(sp.transcript("talk"))
+        assert [step.step for step in steps] == [ref.index for ref in refs] and len(decoded) == len(refs) == 702
+        monkeypatch.undo()
+    known = {}
+    for step in steps:
+        assert not step.messages or step.n_inherited + len(step.messages) <= 702
+        known[step.step] = [*known.get(step.parent, ())[: step.n_inherited], *step.messages]
+    assert {index: known[refs[index].index] for index in wanted} == wanted
+    (facts,) = run("show", root, "talk", "--messages", "--json").json
+    assert facts["messages"] == [step._asdict() for step in steps]
+    text = run("show", root, "talk", "--messages").text
+    assert "not so" not in text and text.count("turn 400") == 1
+    assert text.endswith("--- step 702, after 3 messages that are shown above\nuser: anew\n")

@@ -343,8 +343,10 @@ def test_messages_are_shown_as_json_and_as_text(conversations, shared_data):
     ref = "trajectories/tau-bench/airline-tasks-0-7.json#3"
     record = json.loads((shared_data / "trajectories/tau-bench/airline-tasks-0-7.json").read_text())[3]
     (session,) = run("show", conversations, ref, "--messages", "--json").json
-    last = max(session["messages"], key=int)
-    assert session["messages"][last] == record["traj"]
+    said = []
+    for step in session["messages"]:
+        said[step["n_inherited"] :] = step["messages"]
+    assert said == record["traj"]
     text = run("show", conversations, ref, "--messages").text
     for message in record["traj"]:
         for line in (message["content"] or "").splitlines():

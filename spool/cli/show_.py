@@ -118,7 +118,7 @@ def _session(sp: Spool, session_id: str, asked: _Asked) -> dict[str, Any]:
     facts["steps"] = [{**step_facts(step), **drawn[step.index]} for step in steps]
     facts["segments"] = [segment_facts(ref) for ref in segments]
     if asked.messages:
-        facts["messages"] = {str(step.index): sp.messages(step) for step in steps}
+        facts["messages"] = [said._asdict() for said in sp.transcript(session_id, discarded=True)]
     if asked.routing:
         facts["routing"] = routing_facts(sp, segments)
     return facts
@@ -151,6 +151,7 @@ def _print(facts: Mapping[str, Any]) -> None:
     from spool.cli.detail import write_detail, write_more, write_tree
     from spool.cli.facts import SEGMENT_COLUMNS
     from spool.cli.transcript import write_messages, write_steps
+    from spool.history import StepMessages
 
     whole = "n_segments" in facts
     apart = _OF_SESSION if whole else _OF_PART
@@ -177,7 +178,7 @@ def _print(facts: Mapping[str, Any]) -> None:
         write_rows(segments, (Column("id"), Column("part", "SEGMENT"), *SEGMENT_COLUMNS[1:]))
     write_more(facts)
     if messages:
-        write_steps((step["index"], step["parent"], messages[str(step["index"])]) for step in facts["steps"])
+        write_steps(StepMessages(**said) for said in messages)
 
 
 def _kind(name: str) -> Kind:

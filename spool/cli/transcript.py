@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from spool.cli.output import to_json, write_line
+from spool.look.conversation import n_shared
 from spool.look.text import one_line
 
-
-def write_steps(steps: Iterable[tuple[int, int | None, Sequence[Any]]]) -> None:
-    """Print what each step adds to the conversation.
-
-    Args:
-        steps: index, parent, and the full list of messages of each, in order.
-    """
-    known: dict[int | None, Sequence[Any]] = {}
-    for index, parent, messages in steps:
-        # a step without a parent often goes on with the same conversation in other tokens
-        before = known.get(parent) or known.get(index - 1) or ()
-        shared = _shared(before, messages)
-        known[index] = messages
-        write_line(f"\n--- step {index}" + (f", after {shared} messages that are shown above" if shared else ""))
-        write_messages(messages[shared:])
+if TYPE_CHECKING:
+    from spool.history import StepMessages
 
 
-def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    n = 0
-    while n < min(len(one), len(other)) and one[n] == other[n]:
-        n += 1
-    return n
+def write_steps(steps: Iterable[StepMessages]) -> None:
+    """Print what each step adds to the conversation, in their order."""
+    known: dict[int, StepMessages] = {}
+    for step in steps:
+        known[step.step] = step
+        shared, added = step.n_inherited, step.messages
+        if step.parent is None and step.step - 1 in known:
+            # a chain often goes on with the same conversation in other tokens
+            shared = n_shared(_whole(known, step.step - 1), added)
+            added = added[shared:]
+        write_line(f"\n--- step {step.step}" + (f", after {shared} messages that are shown above" if shared else ""))
+        write_messages(added)
+
+
+def _whole(steps: Mapping[int, StepMessages], index: int) -> list[Any]:
+    """Return the full list of a step's messages."""
+    chain = [steps[index]]
+    while chain[-1].parent is not None and chain[-1].n_inherited:
+        chain.append(steps[chain[-1].parent])
+    messages: list[Any] = []
+    for step in reversed(chain):
+        messages[step.n_inherited :] = step.messages
+    return messages
 
 
 def write_messages(messages: Iterable[Any]) -> None:
