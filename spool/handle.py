@@ -18,7 +18,7 @@ from spool import arguments, audit
 from spool.audit import Report
 from spool.catalog import Catalog, GroupLook, PackRow, SessionRow
 from spool.catalog.news import News
-from spool.catalog.summary import Summary
+from spool.catalog.shape import Summary
 from spool.config import parse_uri
 from spool.derived import derived_segments
 from spool.errors import InputError, IntegrityError

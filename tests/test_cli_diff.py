@@ -282,3 +282,11 @@ def test_real_runs(tmp_path, shared_data):
     assert (found["part"], found["place"]["token"], found["place"]["layer"]) == ("routed_experts", 4001, 5)
     assert found["a"] == sample["routed_experts"][4001, 5].tolist() and found["b"] == altered_rows[4001, 5].tolist()
     shutil.rmtree(roots[1])
+
+
+def test_one_thing_is_not_enough(tmp_path):
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        recorded(sp, "a")
+    done = run("diff", root, "a", code=2)
+    assert f"name two things of {root} to compare, not one" in done.err

@@ -85,7 +85,10 @@ def test_bytes_of_a_cold_root_are_cold(tmp_path):
     with spool.open(f"{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
         sp.publish(record(sp, "a"))
     (facts,) = run("show", f"file://{tmp_path}/cold", "a@lineage/0", "--json").json
-    assert all(field["cold_bytes"] > 0 and field["hot_bytes"] == 0 for field in facts["coverage"].values())
+    fields = facts["coverage"]
+    mask = fields.pop("loss_mask")
+    assert (mask["kind"], mask["align"], mask["n_rows"], mask["n_missing"]) == ("uint8", "token", facts["n_tokens"], 0)
+    assert all(field["cold_bytes"] > 0 and field["hot_bytes"] == 0 for field in fields.values())
 
 
 def test_routing_and_tokens(tree):

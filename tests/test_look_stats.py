@@ -45,7 +45,7 @@ def many(tmp_path_factory):
             if number % 10 != 9:
                 s.finalize(outcome=rng.choice(OUTCOMES))
             if number % 3:
-                sp.annotate(name, reward=rng.choice([0.0, 1.0, -0.25, rng.random()]))
+                sp.annotate(name, reward=1.0 if number // 4 == 7 else rng.choice([0.0, 1.0, -0.25, rng.random()]))
             if number % 17 == 16:
                 sp.discard(name)
     return root
@@ -71,6 +71,10 @@ def test_counts_are_those_of_a_loop(sp_many, where):
     assert totals.n_open == sum(row.state == "open" for row in rows)
     assert totals.n_discarded == len(list(sp_many.sessions(where, discarded=True))) - len(rows)
     assert totals.n_groups == len({row.group_id for row in rows})
+    rewards = {row.group_id: [own.reward for own in rows if own.group_id == row.group_id] for row in rows}
+    assert totals.n_equal_groups or where is not None
+    known = [[value for value in values if value is not None] for values in rewards.values()]
+    assert totals.n_equal_groups == sum(len(values) > 1 and len(set(values)) == 1 for values in known)
     assert (totals.n_segments, totals.n_trainable) == (len(segments), sum(ref.trainable_tokens for ref in segments))
     assert {share.name: share.n_sessions for share in found.outcomes} == Counter(row.outcome for row in rows)
     for share in found.sources:

@@ -113,6 +113,15 @@ def _finished(row: GroupLook) -> Piece:
     return f"{row.n_final}/{row.n_sessions}{gone}", "accent" if left else ""
 
 
+def has_equal_rewards(row: GroupLook) -> bool:
+    """Whether a group has several rewards and all are the same: no advantage comes of it."""
+    return row.group_id is not None and row.n_rewards > 1 and row.reward_min == row.reward_max
+
+
+def _std(row: GroupLook) -> Piece:
+    return ("equal", "warn") if has_equal_rewards(row) else _number("reward_std")(row)
+
+
 def group_columns(low: float, high: float) -> tuple[Column, ...]:
     """Return the columns of groups; rewards are drawn between ``low`` and ``high``, the least and most of all."""
 
@@ -123,7 +132,7 @@ def group_columns(low: float, high: float) -> tuple[Column, ...]:
         Column("group_id", "GROUP", _group, width=14, most=28),
         Column("n_final", "FINAL", _finished),
         Column("reward_mean", "MEAN", _number("reward_mean"), width=6, right=True),
-        Column("reward_std", "STD", _number("reward_std"), width=6, right=True),
+        Column("reward_std", "STD", _std, width=6, right=True),
         Column("reward_min", "MIN", _number("reward_min"), width=6, right=True),
         Column("reward_max", "MAX", _number("reward_max"), width=6, right=True),
         Column("spread", "SPREAD", bar, width=BAR_CELLS, sorts=False),

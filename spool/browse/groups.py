@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from spool.browse.columns import group_columns
+from spool.browse.columns import group_columns, has_equal_rewards
 from spool.browse.pick import PickScreen
 from spool.browse.screen import SpoolScreen
 from spool.browse.sessions import REFRESH_S
@@ -90,6 +90,8 @@ class GroupsScreen(SpoolScreen):
     def _describe(self) -> None:
         n_named = sum(group.group_id is not None for group in self._groups)
         parts = [f"groups: {n_named:,}{'' if n_named == len(self._groups) else ' and sessions without a group'}"]
+        n_equal = sum(map(has_equal_rewards, self._groups))
+        parts += [f"{n_equal:,} with equal rewards"] if n_equal else []
         parts += ["paused"] if self._paused else []
         parts += [self.table.hint] if self.table.hint else []
         self.headline(" · ".join(parts))

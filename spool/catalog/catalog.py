@@ -31,8 +31,9 @@ from spool.catalog.rows import (
     Totals,
 )
 from spool.catalog.schema import GONE, DamagedError
+from spool.catalog.shape import Summary
 from spool.catalog.space import give_back
-from spool.catalog.summary import Summary, sample, slowest, summary
+from spool.catalog.summary import sample, slowest, summary
 from spool.catalog.units import NamedUnits
 from spool.catalog.uses import StreamSizes, Uses, no_sizes, pack_id
 from spool.errors import StorageError

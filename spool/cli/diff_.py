@@ -56,6 +56,8 @@ def command(args: tuple[str, ...], fields: tuple[str, ...], first: bool, as_json
     """
     if len(args) not in (2, 3):
         raise click.UsageError("name two things to compare: [LOCATION] A B")
+    if len(args) == 2 and APART not in args[0] and is_location(args[0]):
+        raise click.UsageError(f"name two things of {args[0]} to compare, not one: [LOCATION] A B")
     location, (one, other) = (args[0] if len(args) == 3 else None), args[-2:]
     with ExitStack() as stack:
         from spool.look.diff import Comparison, diff

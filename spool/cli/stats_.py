@@ -13,7 +13,7 @@ from spool.cli.output import Column, json_option, say, write_facts, write_json, 
 from spool.cli.places import location_argument, open_spool
 
 if TYPE_CHECKING:
-    from spool.catalog.summary import Histogram, Share, Staleness, Summary
+    from spool.catalog.shape import Histogram, Share, Staleness, Summary
     from spool.cli.output import Kind
     from spool.look.stats import Stats
 

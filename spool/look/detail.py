@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from spool.errors import SpoolError
 from spool.look.places import fetched_bytes, place_of
+from spool.model.fields import LOSS_MASK
 from spool.model.rows import forward_rows
+from spool.read.sample import Coverage
 
 if TYPE_CHECKING:
     from spool.handle import Spool
     from spool.model.fields import FieldSpec
     from spool.model.refs import SegmentRef, StepRef
 
+_MASK = Coverage(structs.replace(LOSS_MASK, align="token"), ())  # stored for responses, there for every token
 MOST_GAPS = 100
 """Gaps of a field that are listed; all are counted."""
 
@@ -45,7 +48,7 @@ class Detail(Struct, frozen=True, kw_only=True):
     """What is known of a reference.
 
     Attributes:
-        fields: by name.
+        fields: by name; the loss mask takes no bytes where it follows from which tokens were generated.
         problem: why its bytes are not found; None where they are.
     """
 
@@ -69,7 +72,7 @@ def detail(sp: Spool, ref: StepRef | SegmentRef) -> Detail:
     except SpoolError as error:
         return Detail(problem=str(error))
     fields = {}
-    for name, coverage in covered.items():
+    for name, coverage in {**covered, LOSS_MASK.name: _MASK}.items():
         own = sizes.get(name, {"hot": 0, "cold": 0})
         fields[name] = FieldDetail(
             kind=_kind(coverage.spec),

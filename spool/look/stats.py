@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from spool.catalog.summary import Summary
+from spool.catalog.shape import Summary
 from spool.errors import ReleasedError
 from spool.look.routing import RoutingSummary
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from spool.catalog.summary import Bin, Histogram, RolloutPoint, Share, Staleness, Timeline
+    from spool.catalog.shape import Bin, Histogram, RolloutPoint, Share, Staleness, Timeline
     from spool.look.routing import RoutingSummary
     from spool.report.gather import FieldBytes
 

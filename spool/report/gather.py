@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from spool.catalog.summary import Summary
+from spool.catalog.shape import Summary
 from spool.errors import NotFoundError, ReleasedError, SpoolError
 from spool.look.routing import RoutingSummary
 from spool.look.stats import sample_routing

@@ -13,7 +13,7 @@ from spool.report.svg import GREEN, PURPLE, short
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
-    from spool.catalog.summary import Histogram, Share, Summary
+    from spool.catalog.shape import Counts, Histogram, Share, Summary
     from spool.look.routing import RoutingSummary
     from spool.report.gather import Extreme, FieldBytes, Report
 
@@ -112,7 +112,7 @@ def _header(report: Report) -> str:
 def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     totals, rewards = report.summary.totals, report.summary.rewards
     yield "Sessions", short(totals.n_sessions), f"{count(totals.n_open)} open, {count(totals.n_discarded)} discarded"
-    yield "Steps", short(totals.n_steps), f"in {count(totals.n_groups)} groups"
+    yield "Steps", short(totals.n_steps), _groups(totals)
     yield "Tokens", short(totals.n_tokens), f"{short(totals.n_generated)} generated"
     yield "Segments", short(totals.n_segments), f"{short(totals.n_trainable)} tokens to train"
     mean = "none yet" if rewards.mean is None else f"{rewards.mean:.3g}"
@@ -123,6 +123,11 @@ def _tiles(report: Report) -> Iterable[tuple[str, str, str]]:
     ratio = f"as int32 {format_size(sent)}, {sent / stored:.3g} times as much" if stored else "nothing stored"
     yield "Payload", format_size(stored), ratio
     yield "On disk", format_size(hot + cold), f"{format_size(hot)} hot, {format_size(cold)} cold"
+
+
+def _groups(totals: Counts) -> str:
+    equal = f", {count(totals.n_equal_groups)} with equal rewards" if totals.n_equal_groups else ""
+    return f"in {count(totals.n_groups)} groups{equal}"
 
 
 def _tile(name: str, value: str, more: str) -> str:
