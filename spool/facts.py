@@ -18,7 +18,7 @@ from spool.formats import arrays, values
 from spool.formats.frames import encode_event
 from spool.intake import json_facts
 from spool.known import Known
-from spool.model.events import Annotated, Attached, Checkpointed, Released, SessionDiscarded, Single
+from spool.model.events import Annotated, Attached, Checkpointed, Released, RowsHeld, SessionDiscarded, Single
 from spool.model.fields import BUILT_IN, Align, FieldSpec, Schema
 from spool.model.refs import Extent, SegmentRef, StepRef
 from spool.patience import with_room, with_room_async
@@ -122,8 +122,11 @@ class Facts:
             found = {spec.name: tuple(extents)}
             return encode_event(Attached(ref.session_id, at, ref.key, spec, found))
 
+        def hold() -> bytes:
+            return encode_event(RowsHeld(ref.session_id, at))
+
         source = {spec.name: Rows(len(rows), fill)}
-        with_room(self._recorder, lambda: writer.append(source, event))
+        with_room(self._recorder, lambda: writer.append(source, event, hold))
 
     def discard(self, session_id: str) -> None:
         """See `Spool.discard`."""

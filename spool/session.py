@@ -19,6 +19,7 @@ from spool.extents import Runs, StepDraft, together
 from spool.formats.frames import encode_event
 from spool.intake import Intake, StepInput, check_plain, check_ragged, content_key, json_facts, take
 from spool.model.events import (
+    RowsHeld,
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
@@ -213,14 +214,17 @@ class Session:
         committed: list[StepCommitted] = []
         stored: list[StoredTools] = []
 
-        def event(runs: Runs) -> bytes | None:
+        def hold() -> bytes:
+            return encode_event(RowsHeld(self.session_id, time.time()))
+
+        def event(runs: Runs) -> bytes:
             committed[:] = [draft.event(runs, writer.name)]
             if held is not None:
-                return None
+                return hold()
             stored[:] = self._missing_tools(filter(None, [tools]), writer)
             return encode_event(together(tools if stored else None, committed[0]))
 
-        wrote = writer.append(rows, event)
+        wrote = writer.append(rows, event, hold)
         if held is None:
             self._host.known_tools.update(stored)
         else:

@@ -218,6 +218,7 @@ class Tiers:
             _policy(config),
             grace_s=config.grace_s,
             withdraw=self._withdraw,
+            refresh=self._feeds.hot.catch_up,
         )
 
     def unit_collector(self) -> UnitCollector:

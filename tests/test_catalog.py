@@ -1160,7 +1160,7 @@ def test_the_packs_that_a_session_uses(catalog):
     catalog.ingest_pack("t", 0, [encode_event(Released("u", 3.0, ("x",)))], sizes=sizes)
     assert catalog.packs.of(["u", "nobody"]) == {("s", 0), ("s", 1), ("s1", 3), ("t", 0)}
     assert catalog.packs.of([]) == set()
-    uses = {(use.row.stream, use.row.pack): use for use in catalog.packs.uses()}
+    uses = {(use.row.stream, use.row.pack): use for use in catalog.packs.uses()[0]}
     assert uses.keys() == {("s", 0), ("t", 0)}  # the others are not known yet
     assert (uses["s", 0].data, uses["s", 0].facts) == (("u",), ())
     assert (uses["t", 0].data, uses["t", 0].facts) == ((), ("u",))
@@ -1222,6 +1222,6 @@ def test_how_far_sessions_are_from_their_end(catalog):
     ]
     feed(catalog, [Checkpointed("a", 4.0)], pack=2)
     assert catalog.packs.sessions()["u"].n_held == 0
-    assert [use.tags for use in catalog.packs.uses()] == [(), (), ("a",)]
+    assert [use.tags for use in catalog.packs.uses()[0]] == [(), (), ("a",)]
     catalog.forget("s", 2)
     assert catalog.packs.sessions()["u"].n_held == 1

@@ -18,15 +18,20 @@ from tiers import SHAPE, assert_same, record, remove_root, wait_for
 
 import spool
 from spool import locks
-from spool.catalog import Catalog
+from spool.catalog import Catalog, tiers
+from spool.formats.frames import decode_event
+from spool.formats.records import decode
 from spool.logs.cold import ColdFeeder, gone_key, is_rollup
+from spool.model.fields import layout
 from spool.retention import Policy
 from spool.root import open_cold
 from spool.spiller import elect
 from spool.spiller.collect import Collector
 from spool.spiller.evict import evict
+from spool.spiller.keeper import Keeper
 from spool.spiller.rollup import OBJECTS_ROLLED, roll_up
 from spool.stores.objects import open_objects
+from spool.write import stream as stream_module
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -92,6 +97,12 @@ def read_elsewhere(where, refs):
     return done.stdout.decode().strip()
 
 
+def collector(catalog, feeder, grace_s=0.0):
+    """Return what collects all of a cold root."""
+    policy = Policy(released=True)
+    return Collector(None, catalog, feeder, policy, grace_s=grace_s, withdraw=lambda _: None, refresh=feeder.catch_up)
+
+
 def test_a_finished_root_comes_to_rest(released, cold, tmp_path):
     """All is released; spillers run again and again: nothing grows, and each of them ends."""
     with spool.open(released) as sp:
@@ -128,7 +139,7 @@ def test_a_finished_root_comes_to_rest(released, cold, tmp_path):
         collect(operator, unknown_keep_s=0.0)
         assert objects.list("facts/") == []
         assert objects.list("manifests/") == []
-        assert operator._catalog.packs.uses() == []
+        assert operator._catalog.packs.uses()[0] == []
         assert all(not rows for rows in operator._catalog.dump().values())
 
 
@@ -364,7 +375,9 @@ def test_roll_ups_of_gone_packs_go(cold):
     feeder = ColdFeeder(objects, catalog)
     roll_up(feeder, [stream])
     feeder.catch_up()
-    own = Collector(None, catalog, feeder, Policy(released=True), grace_s=0.0, withdraw=lambda _: None)
+    own = Collector(
+        None, catalog, feeder, Policy(released=True), grace_s=0.0, withdraw=lambda _: None, refresh=feeder.catch_up
+    )
     for pack in range(OBJECTS_ROLLED + 1):
         objects.put(gone_key(stream, pack), b'{"at": 1.0, "reason": "released"}')
     own.run([])
@@ -376,7 +389,9 @@ def test_roll_ups_of_gone_packs_go(cold):
         objects.put(gone_key(stream, pack), b'{"at": 1.0, "reason": "released"}')
     # a new process, which knows of no roll-up yet what is in it
     fresh = ColdFeeder(objects, catalog)
-    Collector(None, catalog, fresh, Policy(released=True), grace_s=0.0, withdraw=lambda _: None).run([])
+    Collector(
+        None, catalog, fresh, Policy(released=True), grace_s=0.0, withdraw=lambda _: None, refresh=feeder.catch_up
+    ).run([])
     assert objects.list("manifests/") == []
 
 
@@ -391,7 +406,9 @@ def test_a_tombstone_of_a_clock_that_was_ahead_is_completed(cold, ahead_s, goes)
     catalog = Catalog.open("", readonly=True)
     feeder = ColdFeeder(objects, catalog)
     feeder.catch_up()
-    Collector(None, catalog, feeder, Policy(released=True), grace_s=60.0, withdraw=lambda _: None).run([])
+    Collector(
+        None, catalog, feeder, Policy(released=True), grace_s=60.0, withdraw=lambda _: None, refresh=feeder.catch_up
+    ).run([])
     assert (objects.list("manifests/") == []) == goes
 
 
@@ -449,3 +466,80 @@ def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
     finally:
         with contextlib.suppress(spool.SpoolError):
             sp.close()
+
+
+# -- what is recorded while it is decided ----------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["hot", "cold"])
+def quiet(request, tmp_path, monkeypatch):
+    """The URI of a spool that nothing but the test spills or collects; where its packs are."""
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    cold = f"&spill=file://{tmp_path}/cold" if request.param == "cold" else ""
+    return f"file://{tmp_path}/hot?retention=released&grace_s=0.001{cold}"
+
+
+def sealed(sp):
+    """Seal what is open, and bring it to the cold root where there is one."""
+    sp.flush()
+    if sp.config.spill is not None:
+        sp.spill()
+
+
+def test_a_session_that_ends_while_it_is_decided_keeps_its_pack(quiet, monkeypatch):
+    """The index is read as of one moment: not first that nothing of it is held, and then that it is over."""
+    with spool.open(quiet) as writer, spool.open(quiet) as operator:
+        refs = record(writer, "a", final=False)
+        sealed(writer)
+        ends, ended = tiers.session_ends, []
+
+        def between(run):
+            def told(sql, values=()):
+                found = run(sql, values)
+                if sql == tiers._HELD and not ended:
+                    ended.extend(writer.session("a").finalize())
+                    assert [row.state for row in writer.sessions()] == ["final"]
+                return found
+
+            return ends(told)
+
+        monkeypatch.setattr(tiers, "session_ends", between)
+        assert not any(decision.go for decision in operator.gc())
+        monkeypatch.undo()
+        assert ended and operator.read(ended) and operator.read(refs)
+
+
+def test_rows_of_an_open_transaction_stay_when_all_else_in_their_pack_is_released(quiet):
+    with spool.open(quiet) as sp:
+        s = sp.session("a", experts=SHAPE)
+        s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+        sealed(sp)
+        with s.transaction():
+            s.append(prompt_token_ids=list(range(900)), response_token_ids=[5])
+            sp.release(record(sp, "b"))
+            sealed(sp)
+            (held,) = [decision for decision in sp.gc() if decision.pack == 1]
+            assert (held.go, held.sessions) == (False, ("a",))
+        refs = s.finalize()
+        sealed(sp)
+        sp.gc()
+        assert [len(sample["token_ids"]) for sample in sp.read(refs)] == [4, 901]
+        sp.release(refs)
+        sealed(sp)
+        sp.gc()
+        with pytest.raises(spool.ReleasedError):
+            sp.read(refs)
+
+
+def test_a_pack_that_one_append_filled_stays_for_it(quiet, monkeypatch):
+    """Its event lies in a later pack, which may be unknown for a while: to who sees the cold root alone."""
+    monkeypatch.setattr(stream_module, "layout", lambda schema, **_: layout(schema, max_shard_bytes=1 << 14))
+    with spool.open(quiet) as sp:
+        s = sp.session("a")
+        s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4])
+        s.append(prompt_token_ids=list(range(20_000)), response_token_ids=[5])
+        sp.flush()
+        records = sorted(Path(sp.config.root).glob("streams/*/records/*.arrow"), key=lambda path: int(path.stem))
+        packs = [{event.session_id for event in map(decode_event, decode(path.read_bytes()))} for path in records]
+        assert len(packs) > 3 and all(packs), "each of them says whose its rows are"
+        assert sp.read(s.finalize())

@@ -974,8 +974,8 @@ def test_an_append_that_is_interrupted_after_its_commit_is_known(open_spool, spo
     writer = sp._recorder.writer(s._record.schema)
     real = type(writer).append
 
-    def append(self, rows, event):
-        real(self, rows, event)
+    def append(self, rows, event, held=None):
+        real(self, rows, event, held)
         raise kind
 
     for step_id in ("lost", None):

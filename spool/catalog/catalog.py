@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
-
-import apsw
 
 from spool.catalog import forget, listing, query, schema
 from spool.catalog.borrowed import BorrowedDatabase
@@ -433,9 +431,7 @@ class Catalog:
 
     def summary(self, where: str | None = None, current_version: str | None = None) -> Summary:
         """Return the shape of the run at one moment; see `spool.catalog.summary`."""
-        return self._database.ask(
-            lambda connection: _at_one_moment(connection, lambda run: summary(run, where, current_version)), apart=True
-        )
+        return self._database.at_one_moment(lambda run: summary(run, where, current_version))
 
     def slowest(self, where: str | None = None, limit: int = 10) -> list[SessionRow]:
         """Return the sessions that took longest, without discarded ones."""
@@ -502,18 +498,6 @@ class Catalog:
         for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
             return int(sid)
         return None
-
-
-def _at_one_moment(connection: apsw.Connection, question: Callable[[query.Execute], T]) -> T:
-    """Return what a question finds whose statements all see the same."""
-    own = not connection.in_transaction
-    if own:
-        connection.execute("BEGIN")
-    try:
-        return question(lambda sql, values=(): connection.execute(sql, tuple(values)).fetchall())
-    finally:
-        if own:
-            connection.execute("COMMIT")
 
 
 def _pages(ids: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import apsw
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
+Execute: TypeAlias = "Callable[..., list[tuple[Any, ...]]]"
+"""Runs a statement with its values and returns its rows."""
 
 FORK_WAIT_S = 30.0
 """How long a fork waits for a transaction of another thread."""
@@ -102,6 +104,10 @@ class Database:
         """
         with self._reading_apart() if apart else self.reading() as connection:
             return question(connection)
+
+    def at_one_moment(self, question: Callable[[Execute], T]) -> T:
+        """Return what a question finds whose statements all see the same moment; it may take long, see `ask`."""
+        return self.ask(lambda connection: _at_one_moment(connection, question), apart=True)
 
     @contextmanager
     def reading(self) -> Iterator[apsw.Connection]:
@@ -235,6 +241,17 @@ class Database:
             self.path = None
             self._memory_epoch = os.getpid()
         self._links(Link(), Link() if self.path is not None else None)
+
+
+def _at_one_moment(connection: apsw.Connection, question: Callable[[Execute], T]) -> T:
+    own = not connection.in_transaction
+    if own:
+        connection.execute("BEGIN")
+    try:
+        return question(lambda sql, values=(): connection.execute(sql, tuple(values)).fetchall())
+    finally:
+        if own:
+            connection.execute("COMMIT")
 
 
 def _no_room(name: str, error: apsw.Error) -> CapacityError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from spool.catalog import rivals
+from spool.catalog.database import Execute
 from spool.catalog.fold import ORDER, decode_event, decode_ref
 from spool.catalog.rows import Located
 from spool.catalog.schema import LATE
@@ -21,8 +22,6 @@ from spool.model.events import (
     StepCommitted,
     StepDiscarded,
 )
-
-Execute = Callable[..., list[tuple[Any, ...]]]
 
 LATE_EVENTS = f"""
 SELECT e.event FROM events e JOIN logs l ON l.id = e.log WHERE e.sid = ? AND e.slot = {LATE} ORDER BY {ORDER}"""  # noqa: S608

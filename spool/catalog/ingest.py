@@ -27,6 +27,7 @@ from spool.model.events import (
     Checkpointed,
     Event,
     Released,
+    RowsHeld,
     SessionDiscarded,
     SessionFinalized,
     SessionOpened,
@@ -63,7 +64,7 @@ _SET_ENDED = "UPDATE sessions SET outcome = ?, view = ?, finished_at = ?, n_segm
 
 _NO_COUNTS = (0, 0, 0)
 _NO_STEP = (None, 0, None, None)
-Owned = SessionOpened | StepCommitted | StepDiscarded | SessionFinalized | SessionDiscarded
+Owned = SessionOpened | StepCommitted | RowsHeld | StepDiscarded | SessionFinalized | SessionDiscarded
 
 
 class Prepared(NamedTuple):
@@ -160,6 +161,7 @@ class Ingest:
         self._handlers: dict[type, Callable[[Prepared, Any], None]] = {
             SessionOpened: self._opened,
             StepCommitted: self._step,
+            RowsHeld: self._held,
             ToolsStored: self._tools,
             StepDiscarded: self._withdrawn,
             SessionFinalized: self._finalized,
@@ -234,6 +236,9 @@ class Ingest:
         change.add(1, *counts)
         if index > change.last_index:
             change.last_index, change.reason = index, event.finish_reason
+
+    def _held(self, _: Prepared, event: RowsHeld) -> None:
+        self._owned(self._sid(event.session_id), event)
 
     def _withdrawn(self, item: Prepared, event: StepDiscarded) -> None:
         sid = self._sid(event.session_id)

@@ -4,16 +4,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from spool.catalog.database import Execute
 from spool.catalog.query import OF_STEPS, SESSION, by_id, order_term, rows_by_number, session_filter
 from spool.catalog.rows import GroupLook, SessionLook
 from spool.catalog.where import Value
-
-Execute = Callable[..., list[tuple[Any, ...]]]
 
 _OPENED = "s.opened_at IS NOT NULL"
 _REWARD = "CASE WHEN typeof({0}) IN ('integer', 'real') THEN {0} END".format(SESSION.known["reward"])

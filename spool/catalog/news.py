@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from spool.catalog.database import Execute
 from spool.catalog.fold import decode_event
-from spool.catalog.query import SESSION, Execute, session_rows
+from spool.catalog.query import SESSION, session_rows
 from spool.catalog.rows import SessionRow, as_reward
 from spool.catalog.schema import DISCARD, FINAL, LATE, OPEN
 from spool.catalog.where import compile_where

@@ -79,13 +79,22 @@ class Packs:
         """Return the packs, as (stream, number), that hold rows or events of sessions; those that are gone left out."""
         return tiers.packs_of(self._run, list(session_ids))
 
-    def uses(self) -> list[PackUse]:
-        """Return every pack that is not gone and the sessions that it matters to, by stream and number."""
-        return tiers.uses(self._run, OPENED, EVICTED)
+    def uses(self) -> tuple[list[PackUse], dict[str, SessionEnd]]:
+        """Return, as of one moment, what decides which packs may go.
+
+        Every pack that is not gone and the sessions that it matters to, by stream and number; and how far each session
+        is from being over, by id.
+        """
+        return self._database.at_one_moment(lambda run: (tiers.uses(run, OPENED, EVICTED), tiers.session_ends(run)))
 
     def sessions(self) -> dict[str, SessionEnd]:
-        """Return how far each session is from being over, by id."""
-        return tiers.session_ends(self._run)
+        """Return how far each session is from being over, by id, as of one moment."""
+        return self._database.at_one_moment(tiers.session_ends)
+
+    def known(self) -> set[tuple[str, int]]:
+        """Return the packs, as (stream, number), whose events are all taken in."""
+        sql = "SELECT p.stream, p.pack FROM packs p JOIN logs l ON l.id = p.id WHERE l.sealed"
+        return set(self._run(sql))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

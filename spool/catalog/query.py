@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
+from spool.catalog.database import Execute
 from spool.catalog.fold import decode_event, decode_ref
 from spool.catalog.rows import LogState, Place, Release, SessionRow, State, Totals, as_reward
 from spool.catalog.schema import EVICTED, GONE, SPILLED
@@ -104,9 +105,6 @@ ADD_LOG = "INSERT INTO logs(id, stream, pack) VALUES(?, ?, ?) ON CONFLICT DO NOT
 SET_LOG = "UPDATE logs SET offset = ?2, n_events = n_events + ?3, sealed = ?4 WHERE id = ?1"
 SET_PACK = """
 UPDATE packs SET state = max(ifnull(state, 0), ?2), opened_at = ifnull(opened_at, ?3) WHERE id = ?1"""
-
-Execute = Callable[..., list[tuple[Any, ...]]]
-"""Runs one statement with its values and returns all rows."""
 
 
 def log_states(run: Execute, streams: Sequence[str] | None) -> dict[tuple[str, int], LogState]:

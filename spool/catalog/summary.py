@@ -8,8 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spool.catalog.database import Execute
 from spool.catalog.fold import version_column
-from spool.catalog.query import SESSION, Execute
+from spool.catalog.query import SESSION
 from spool.catalog.shape import (
     Bin,
     Counts,

@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from spool.catalog.database import Execute
 from spool.catalog.rows import PackRow, PackState, PackUse, SessionEnd
 from spool.catalog.schema import GONE, STATES
 
-Execute = Callable[..., list[tuple[Any, ...]]]
 PAGE = 256
 
 _ROW = (

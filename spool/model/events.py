@@ -89,6 +89,16 @@ class StepCommitted(Struct, frozen=True, array_like=True, tag="step", gc=False):
     cleared: bytes = b""
 
 
+class RowsHeld(Struct, frozen=True, array_like=True, tag="held", gc=False):
+    """The pack has rows of a session that an event in a later pack will name: of a transaction, or a large append.
+
+    Until that is there nothing else says that they are needed; whether it ever is makes no difference to the rows.
+    """
+
+    session_id: str
+    at: float
+
+
 class ToolsStored(Struct, frozen=True, array_like=True, tag="tools", gc=False):
     """Tool schemas, stored once a pack by content."""
 
@@ -160,6 +170,7 @@ class Checkpointed(Struct, frozen=True, array_like=True, tag="ckpt", gc=False):
 Single = (
     SessionOpened
     | StepCommitted
+    | RowsHeld
     | ToolsStored
     | StepDiscarded
     | SessionFinalized

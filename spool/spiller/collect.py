@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from spool.catalog import Catalog
+from spool.catalog.rows import PackUse
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
@@ -52,6 +53,7 @@ class Collector:
         policy: what may be deleted.
         grace_s: how long readers may finish before objects go.
         withdraw: records that sessions are withdrawn; used where there is no cold root that could say so.
+        refresh: brings the catalog up to date.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Collector:
         *,
         grace_s: float,
         withdraw: Callable[[Sequence[str]], object],
+        refresh: Callable[[], object],
     ) -> None:
         self._root = root
         self._catalog = catalog
@@ -70,23 +73,30 @@ class Collector:
         self._policy = policy
         self._grace_s = grace_s
         self._withdraw = withdraw
+        self._refresh = refresh
         self._streams = frozenset(() if root is None else stream_names(root))
 
     def plan(self) -> list[Decision]:
-        """Return what would happen to each sealed pack that is this collector's to delete, in that order."""
+        """Return what would happen to each sealed pack that is this collector's to delete, in that order.
+
+        Only packs whose events were known before the catalog was brought up to date: what else was acknowledged by
+        the time they were sealed, in packs that follow them, is known then, too.
+        """
+        known = self._catalog.packs.known()
+        self._refresh()
         disputed: set[Pack] = set()
         while True:
-            decisions = self._decide(disputed)
+            decisions = self._decide(known, disputed)
             found = {(item.stream, item.pack) for item in decisions if item.go and self._is_disputed(item)}
             if not found:
                 return [decision for decision in decisions if self._is_mine(decision.stream)]
             disputed |= found  # what stays holds the endings of its sessions: decide anew
 
-    def _decide(self, disputed: Collection[Pack]) -> list[Decision]:
-        packs = self._catalog.packs
+    def _decide(self, known: Collection[Pack], disputed: Collection[Pack]) -> list[Decision]:
+        uses, sessions = self._catalog.packs.uses()
         return decide(
-            packs.uses(), packs.sessions(), self._policy, now=time.time(), mine=self._is_mine,
-            has_cold=self._cold is not None, disputed=disputed,
+            [use if (use.row.stream, use.row.pack) in known else _unknown(use) for use in uses], sessions, self._policy,
+            now=time.time(), mine=self._is_mine, has_cold=self._cold is not None, disputed=disputed,
         )  # fmt: skip
 
     def _is_disputed(self, item: Decision) -> bool:
@@ -158,6 +168,10 @@ class Collector:
     def _is_mine(self, stream: str) -> bool:
         """Whether this collector deletes a stream's packs; fact files belong to no node, so each one may."""
         return self._root is None or stream in self._streams or (is_fact_stream(stream) and self._cold is not None)
+
+
+def _unknown(use: PackUse) -> PackUse:
+    return msgspec.structs.replace(use, row=msgspec.structs.replace(use.row, known=False))
 
 
 def bury(objects: Objects, pack: Pack, gone: GoneMark) -> None:

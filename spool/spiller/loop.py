@@ -446,8 +446,9 @@ class Spiller:
 
     def _evictions(self, found: Pressure) -> list[Eviction]:
         packs = self._catalog.packs
-        ended = over(packs.sessions(), now=time.time())
-        return eviction_plan(packs.uses(), ended, used=found.used, high=found.high, low=found.low, limit=found.limit)
+        uses, sessions = packs.uses()
+        ended = over(sessions, now=time.time())
+        return eviction_plan(uses, ended, used=found.used, high=found.high, low=found.low, limit=found.limit)
 
     def _seal_more(self) -> None:
         """Have open packs sealed, and room given back that was granted and not used: nothing else is left."""

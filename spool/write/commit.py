@@ -95,13 +95,13 @@ class Committer:
             self._group.enqueue(ticket)
             return ticket
 
-    def drain(self) -> None:
-        """Have all that is filled written out, even a part of an append.
+    def drain(self, data: bytes = b"") -> None:
+        """Have all that is filled written out, even a part of an append, and a frame that does not make it count.
 
         Raises:
             SpoolError: it could not be.
         """
-        ticket = Ticket()
+        ticket = Ticket(data)
         with self._group.mutex:
             if self._failure is not None:
                 raise self.error(self._failure)

@@ -133,7 +133,9 @@ class StreamWriter:
         pack = self._committer.pack
         return Position(pack.number, pack.log.end, pack.log.n_events) if pack else Position(self._next_pack, 0, 0)
 
-    def append(self, rows: Mapping[str, Rows], event: Callable[[Runs], bytes | None]) -> Runs:
+    def append(
+        self, rows: Mapping[str, Rows], event: Callable[[Runs], bytes | None], held: Callable[[], bytes] | None = None
+    ) -> Runs:
         """Append rows to arrays, and commit the event that refers to them, whole or not at all.
 
         Args:
@@ -141,6 +143,8 @@ class StreamWriter:
             event: called with the runs, and with others where the first were undone because the thread that wrote them
                 was interrupted; returns the encoded event, or None where it is to be committed later (then the rows
                 stay until the stream is sealed, whatever comes of it).
+            held: returns an encoded event for each pack that is full before ``event`` can be written: it says whose
+                the rows are.
 
         Returns:
             The runs of each array in ``rows``; more than one where the append is larger than a pack.
@@ -153,19 +157,23 @@ class StreamWriter:
         """
         n_bytes = self._payload_bytes(rows)
         while True:
-            runs, ticket, cost = self._publish(rows, event, n_bytes)
+            runs, ticket, cost = self._publish(rows, event, held, n_bytes)
             if ticket is None or self._finish(ticket, cost):
                 return runs
 
     def _publish(
-        self, rows: Mapping[str, Rows], event: Callable[[Runs], bytes | None], cost: int
+        self,
+        rows: Mapping[str, Rows],
+        event: Callable[[Runs], bytes | None],
+        held: Callable[[], bytes] | None,
+        cost: int,
     ) -> tuple[Runs, Ticket | None, int]:
         """Fill rows and hand them over; return their runs, what to wait for, and the room that all takes."""
         with self._fill_lock:
             self._ready()
             self._grants.take(cost)
             try:
-                runs = self._fill(rows)
+                runs = self._fill(rows, held)
                 reach("append.filled")
                 payload = event(runs)
                 data = b"" if payload is None else frame(payload)
@@ -306,7 +314,7 @@ class StreamWriter:
                 stream=self.name,
             ) from error
 
-    def _fill(self, rows: Mapping[str, Rows]) -> dict[str, tuple[Run, ...]]:
+    def _fill(self, rows: Mapping[str, Rows], held: Callable[[], bytes] | None) -> dict[str, tuple[Run, ...]]:
         pack = self._committer.open_pack
         if any(source.n > pack.tapes[name].room for name, source in rows.items()) and pack.has_rows:
             self._roll(background=True)
@@ -322,7 +330,9 @@ class StreamWriter:
                     left[name] -= n
             if not any(left.values()):
                 return runs
-            self._committer.drain()
+            mark = b"" if held is None else frame(held())
+            self._grants.take(len(mark))
+            self._committer.drain(mark)
             self._split.append(pack)
             self._committer.pack = None
             pack = self._open_pack()
