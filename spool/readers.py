@@ -11,7 +11,7 @@ import msgspec
 
 from spool.catalog import Catalog
 from spool.config import Config, search_roots
-from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError
+from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError, StorageError
 from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
@@ -65,7 +65,7 @@ class Readers:
         if self.store is not None:
             own.append(_hot_tier(self.store))
         if feeds.cold is not None:
-            own.append(self._cold_tier(feeds.cold.objects))
+            own.append(self._cold_tier(feeds.cold.objects, spool_id))
         self._looked.update(config.urls)
         self._add(spool_id, own)
 
@@ -226,7 +226,7 @@ class Readers:
         except SpoolError as error:
             log.warning("the root %s is passed over: %s", url, error)
             return None
-        return None if identity is None else (identity.id, self._cold_tier(objects))
+        return None if identity is None else (identity.id, self._cold_tier(objects, identity.id))
 
     def _add(self, spool_id: str, tiers: list[Tier]) -> None:
         """Add places to look in for the bytes of a spool; the readers that there are look there too."""
@@ -240,7 +240,7 @@ class Readers:
         config = self._config
         return HotStore(root, page_cache_bytes=config.page_cache_bytes, max_open_files=config.max_open_files)
 
-    def _cold_tier(self, objects: Objects) -> ColdTier:
+    def _cold_tier(self, objects: Objects, spool_id: str) -> ColdTier:
         def deletion(stream: str, pack: int) -> Deletion | None:
             try:
                 data = objects.get(gone_key(stream, pack))
@@ -248,7 +248,16 @@ class Readers:
                 return None
             return _deletion(parse_tombstone(data, gone_key(stream, pack)))
 
-        return ColdTier(objects, deletion, concurrency=self._config.cold_concurrency)
+        def confirm() -> None:
+            there = read_cold_identity(objects)
+            if there is None or there.id != spool_id:
+                now = "has no spool.json now" if there is None else f"belongs to spool {there.id} now"
+                raise StorageError(
+                    f"{objects.url} {now}, not to spool {spool_id}: it was emptied, is not mounted, or something else "
+                    "is; try again when it is there"
+                )
+
+        return ColdTier(objects, deletion, confirm, concurrency=self._config.cold_concurrency)
 
 
 def _hot_tier(store: HotStore) -> HotTier:

@@ -24,7 +24,9 @@ from spool.model.fields import Schema
 from spool.spiller import turns
 from spool.spiller.evict import evict
 from spool.spiller.keeper import Keeper
+from spool.spiller.rollup import OBJECTS_ROLLED
 from spool.spiller.status import read_status
+from spool.stores import shared as shared_module
 from spool.stores.objects import open_objects
 from spool.stores.remote import RemoteStore
 from spool.stores.shared import SharedFolder
@@ -607,3 +609,163 @@ def test_an_index_whose_header_is_of_no_sqlite_we_know_is_made_again(tmp_path, a
         with spool.open(str(root), readonly=readonly) as sp:
             assert [row.session_id for row in sp.sessions()] == ["a"]
             assert sp.read(refs)[0]["token_ids"].size
+
+
+# -- mounts that come and go -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet(tmp_path, monkeypatch):
+    """The URI of a spool with a cold root in a folder, and nothing at work but the test."""
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    return f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold"
+
+
+@pytest.fixture
+def away(tmp_path, monkeypatch):
+    """Returns a function: the cold root's mount is away while the first file with a part of a name is written."""
+
+    def during(part):
+        done = []
+
+        def wrapped(write):
+            def written(path, *arguments, **options):
+                if part not in path or done:
+                    return write(path, *arguments, **options)
+                done.append(path)
+                (tmp_path / "cold").rename(tmp_path / "mounted")
+                Path(path).parent.mkdir(parents=True)
+                try:
+                    return write(path, *arguments, **options)
+                finally:
+                    (tmp_path / "cold").rename(tmp_path / "bare")
+                    (tmp_path / "mounted").rename(tmp_path / "cold")
+
+            return written
+
+        for name in ("write_atomic", "create_atomic"):
+            monkeypatch.setattr(shared_module, name, wrapped(getattr(shared_module, name)))
+        return done
+
+    return during
+
+
+@pytest.mark.parametrize("part", ["token_ids/c", "records/", "zarr.json", "manifests/"])
+def test_what_was_put_while_the_root_was_away_is_put_again(quiet, tmp_path, away, part):
+    with spool.open(quiet) as sp:
+        record(sp, "first")
+        sp.flush()
+        sp.spill()
+        refs = record(sp, "a")
+        sp.flush()
+        wanted = sp.read(refs)
+        done = away(part)
+        with pytest.raises(StorageError, match=r"was written while .* was away"):
+            sp.spill()
+        assert done
+        sp.spill()
+        sp.publish(refs, timeout_s=20)
+    shutil.rmtree(tmp_path / "hot")
+    with spool.open(f"file://{tmp_path}/cold") as there:
+        assert_same(there.read(refs), wanted)
+        assert {row.session_id for row in there.sessions()} == {"first", "a"}
+        assert not there.verify(deep=True).findings
+
+
+def test_a_roll_up_that_went_elsewhere_takes_nothing_along(quiet, tmp_path, away):
+    n = OBJECTS_ROLLED + 4
+    with spool.open(quiet) as sp:
+        for number in range(n):
+            record(sp, f"a{number}", n_steps=1)
+        sp.flush()
+        sp.spill()
+    with spool.open(f"file://{tmp_path}/cold") as there:
+        for number in range(n):
+            there.annotate(f"a{number}", reward=float(number))
+    assert away("rollup") == []
+    with spool.open(quiet) as sp:
+        with pytest.raises(StorageError, match=r"was written while .* was away"):
+            sp.spill()
+        sp.spill()
+    for uri in (quiet, f"file://{tmp_path}/cold"):
+        with spool.open(uri) as sp:
+            assert {row.reward for row in sp.sessions()} == set(map(float, range(n)))
+
+
+def test_facts_that_were_out_of_sight_are_taken_in_again(quiet, tmp_path):
+    with spool.open(quiet) as sp:
+        record(sp, "a")
+        sp.flush()
+        sp.spill()
+    with spool.open(f"file://{tmp_path}/cold") as there:
+        there.annotate("a", reward=1.0)
+
+    def reward(sp):
+        sp.status()
+        return sp.find_session("a").reward
+
+    with spool.open(quiet) as sp:
+        assert reward(sp) == 1.0
+        (tmp_path / "cold/facts").rename(tmp_path / "facts")
+        assert reward(sp) is None
+        (tmp_path / "facts").rename(tmp_path / "cold/facts")
+        assert reward(sp) == 1.0
+
+
+def test_another_root_in_the_place_of_the_cold_one_is_named_by_reads(quiet, tmp_path):
+    with spool.open(f"file://{tmp_path}/other?spill=file://{tmp_path}/theirs") as other:
+        record(other, "b")
+        other.flush()
+        other.spill()
+    with spool.open(quiet) as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+    shutil.rmtree(tmp_path / "hot")
+    with spool.open(f"file://{tmp_path}/cold") as there:
+        (tmp_path / "cold").rename(tmp_path / "own")
+        (tmp_path / "theirs").rename(tmp_path / "cold")
+        with pytest.raises(StorageError, match=r"belongs to spool .* now, not to spool"):
+            there.read(refs)
+
+
+# -- an index that changes while it is read --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("how", ["rebuilt", "deleted"])
+@pytest.mark.parametrize("listed", ["sessions", "segments"])
+def test_who_lists_an_index_that_is_made_anew_is_told(tmp_path, readonly, how, listed):
+    """Numbers of rows mean others then: nothing is left out, comes twice, or is another's."""
+    root = str(tmp_path / "hot")
+    with spool.open(root) as sp:
+        for number in range(700):
+            s = sp.session(f"a{number}")
+            s.append(prompt_token_ids=[1], response_token_ids=[2])
+            s.finalize()
+    with spool.open(root, readonly=readonly) as sp:
+        rows = getattr(sp, listed)("n_tokens > 0")
+        first = next(rows).session_id
+        if how == "deleted":
+            for path in (tmp_path / "hot").glob("catalog.sqlite*"):
+                path.unlink()
+            with spool.open(root) as other:
+                record(other, "b", n_steps=1)
+        else:
+            with spool.open(root) as other:
+                other.rebuild()
+        found = [first]
+        with pytest.raises(StorageError, match="was made anew after 256 of 700"):
+            found.extend(row.session_id for row in rows)
+        assert len(set(found)) == len(found) == 256
+        assert sum(1 for _ in getattr(sp, listed)()) == 700 + (how == "deleted")
+
+
+def test_an_index_whose_time_lies_ahead_is_read_at_once(tmp_path):
+    root = tmp_path / "hot"
+    with spool.open(str(root)) as sp:
+        record(sp, "a")
+    ahead = time.time() + 7200
+    os.utime(root / "catalog.sqlite", (ahead, ahead))
+    with spool.open(str(root), readonly=True) as sp:
+        assert [row.session_id for row in sp.sessions()] == ["a"]

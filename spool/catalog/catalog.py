@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
+import apsw
+
 from spool.catalog import forget, listing, query, schema
 from spool.catalog.borrowed import BorrowedDatabase
-from spool.catalog.database import Database
+from spool.catalog.database import Database, Execute
 from spool.catalog.dump import dump
 from spool.catalog.fold import decode_event
 from spool.catalog.history import late_events, openings, session_events
@@ -243,14 +245,28 @@ class Catalog:
             log = pack_id(connection, stream, pack)
             if connection.execute("SELECT state FROM packs WHERE id = ?", (log,)).get == GONE:
                 return False
-            forget.forget(connection, log)
-            give_back(connection, log)
+            self._forget(connection, log)
             connection.execute(
                 "UPDATE packs SET state = ?, gone_at = ?, reason = ? WHERE id = ?", (GONE, at, reason, log)
             )
-            if self._bulk is not None:
-                self._bulk = Sessions()
         return True
+
+    def lose(self, stream: str, pack: int) -> None:
+        """Take out what a pack's events fed, as if it had never been fed; where it is found again it is taken in.
+
+        Raises:
+            StorageError, CapacityError, DamagedError: as `ingest`.
+        """
+        with self._database.writing() as connection:
+            log = pack_id(connection, stream, pack)
+            self._forget(connection, log)
+            connection.execute("DELETE FROM packs WHERE id = ?", (log,))
+
+    def _forget(self, connection: apsw.Connection, log: int) -> None:
+        forget.forget(connection, log)
+        give_back(connection, log)
+        if self._bulk is not None:
+            self._bulk = Sessions()
 
     @contextmanager
     def rebuilding(self) -> Iterator[None]:
@@ -261,6 +277,7 @@ class Catalog:
         with self._database.writing() as connection:
             for table in schema.FED:
                 connection.execute(f"DELETE FROM {table}")  # noqa: S608
+            schema.begin_generation(connection)
             yield
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -283,9 +300,11 @@ class Catalog:
 
         Raises:
             InputError: the filter or the order does not parse; raised by the call, not while iterating.
+            StorageError: the index was made anew meanwhile; raised while iterating.
         """
+        generation = self._run(schema.GENERATION)
         sids = query.session_ids(self._run, where, order, limit)
-        return (row for page in _pages(sids) for row in query.session_rows(self._run, page))
+        return self._paged(sids, query.session_rows, generation)
 
     def segments(self, where: str | None = None, view: str | None = None) -> Iterator[SegmentRef]:
         """Iterate segments of finalised sessions that were not discarded, by time of ending, id, view and index.
@@ -298,9 +317,23 @@ class Catalog:
 
         Raises:
             InputError: the filter does not parse; raised by the call, not while iterating.
+            StorageError: the index was made anew meanwhile; raised while iterating.
         """
-        ids = query.segment_ids(self._run, where, view)
-        return (ref for page in _pages(ids) for ref in query.segment_refs(self._run, page))
+        generation = self._run(schema.GENERATION)
+        return self._paged(query.segment_ids(self._run, where, view), query.segment_refs, generation)
+
+    def _paged(
+        self, numbers: Sequence[int], fetch: Callable[[Execute, Sequence[int]], list[T]], generation: object
+    ) -> Iterator[T]:
+        """Yield what is fetched by number, a page at a time, as long as the numbers mean what they did."""
+        for start in range(0, len(numbers), query.PAGE):
+            rows = fetch(self._run, numbers[start : start + query.PAGE])
+            if self._run(schema.GENERATION) != generation:
+                raise StorageError(
+                    f"the index {self._database.path or 'in memory'} was made anew after {start} of {len(numbers)} "
+                    "sessions or segments were listed; list them again"
+                )
+            yield from rows
 
     def numbers(
         self,
@@ -498,10 +531,6 @@ class Catalog:
         for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
             return int(sid)
         return None
-
-
-def _pages(ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    return (ids[start : start + query.PAGE] for start in range(0, len(ids), query.PAGE))
 
 
 def _writable(path: str) -> bool:

@@ -33,7 +33,8 @@ LATE, OPEN, FINAL, DISCARD = -4, -3, -2, -1
 STATES: tuple[PackState, ...] = ("open", "sealed", "spilled", "evicted", "gone")
 OPENED, SEALED, SPILLED, EVICTED, GONE = range(5)
 
-# Numbers of sessions and segments are never used again: who iterates fetches by number, page after page.
+# Numbers of sessions and segments are never used again within a generation: who iterates fetches by number, page after
+# page. SQLite keeps the last one used in a table of its own, which is where the generation is kept, too.
 TABLES = """
 CREATE TABLE packs(
     id INTEGER PRIMARY KEY, stream TEXT NOT NULL, pack INTEGER NOT NULL, state INTEGER,
@@ -227,8 +228,13 @@ def mark(path: str) -> Mark | None:
 
 
 def settled_mark(path: str) -> Mark | None:
-    """Return the mark of a database file once its time is not the present: a later change would not show in it."""
-    while (found := mark(path)) is not None and time.time_ns() - found.changed_ns < SETTLED_NS and not found.has_wal:
+    """Return the mark of a database file once its time is not the present: a later change would not show in it.
+
+    A time far ahead is that of another clock, which a change now would not give again.
+    """
+    while (found := mark(path)) is not None and not found.has_wal:
+        if abs(time.time_ns() - found.changed_ns) >= SETTLED_NS:
+            break
         time.sleep(SETTLED_NS / 1e9)
     return found
 
@@ -273,6 +279,7 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
         # looked at again: another process may have made the tables by now
         if _is_blank(connection):
             connection.execute(TABLES)
+            begin_generation(connection)
             connection.pragma("application_id", APPLICATION_ID)
             connection.pragma("user_version", VERSION)
         connection.execute("COMMIT")
@@ -290,6 +297,16 @@ def _check_version(connection: apsw.Connection, path: str, file: Identity | None
 
 def _is_blank(connection: apsw.Connection) -> bool:
     return not connection.pragma("user_version") and not connection.execute("SELECT count(*) FROM sqlite_schema").get
+
+
+def begin_generation(connection: apsw.Connection) -> None:
+    """Note that numbers of sessions and segments mean others from now on."""
+    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generation'")
+    connection.execute("INSERT INTO sqlite_sequence(name, seq) VALUES('generation', random())")
+
+
+GENERATION = "SELECT seq FROM sqlite_sequence WHERE name = 'generation'"
+"""Something that changes with what the numbers mean, and stays the same in a copy."""
 
 
 def drop_indexes(connection: apsw.Connection) -> list[str]:

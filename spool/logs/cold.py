@@ -304,7 +304,7 @@ class ColdFeeder:
         for key in keys:
             self._packs_in.pop(key, None)
             if key.startswith(FACTS):
-                self._catalog.forget(fact_stream(key), 0, at=time.time(), reason="its file is no longer there")
+                self._catalog.lose(fact_stream(key), 0)  # rolled up, deleted, or only out of sight
         if keys:
             self._catalog.packs.unsee(keys)
 

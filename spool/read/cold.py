@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from crc32c import crc32c
 
-from spool.errors import IntegrityError, NotFoundError, StorageError
+from spool.errors import IntegrityError, NotFoundError
 from spool.formats import cold
 from spool.formats.cold_arrays import parse_cold_group
 from spool.formats.layers import stored_layers
@@ -47,6 +47,7 @@ class ColdTier:
     Args:
         objects: its bytes; closed with the tier.
         deletion: returns when and why a pack was deleted, where the root says so.
+        confirm: raises `StorageError` where the root is not there, or is another one.
         concurrency: requests that this process has under way at a time, those of other cold tiers counted; their
             waiting is what costs, so they have threads of their own. Each holds up to two `ranges.FETCH_BYTES`.
     """
@@ -55,11 +56,13 @@ class ColdTier:
         self,
         objects: Objects,
         deletion: Callable[[str, int], Deletion | None] = lambda *_: None,
+        confirm: Callable[[], None] = lambda: None,
         *,
         concurrency: int = 16,
     ) -> None:
         self.objects = objects
         self.deletion = deletion
+        self.check = confirm
         self._concurrency = concurrency
         self._workers = Workers(concurrency)
         self._documents: dict[str, bytes] = {}
@@ -279,13 +282,6 @@ class ColdTier:
             ByteRange(self.path(key), start, stop - start, source.field.name, (base + first, base + end), source.stream)
             for start, stop, first, end in parts
         ]
-
-    def check(self) -> None:
-        """See `Tier.check`."""
-        if self.objects.info("spool.json") is None:
-            raise StorageError(
-                f"{self.objects.url} has no spool.json: it was emptied, or is not mounted; try again when it is there"
-            )
 
     def path(self, key: str) -> str:
         """See `Tier.path`."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from spool.errors import IntegrityError, NotFoundError, SpoolError, StorageError
+from spool.locks import file_identity
 from spool.stores.local import create_atomic, map_os_error, read_file, sync_dir, write_atomic
 from spool.stores.objects import Data, ObjectInfo, Observer, Verify, check_key, check_range
 from spool.stores.threads import Threads
@@ -19,10 +20,16 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAKE_TRIES = 5
 
 T = TypeVar("T")
+Identity = tuple[int, int]
+"""Device and inode."""
 
 
 class SharedFolder:
     """Objects as files: a put writes a file of another name, syncs it, renames it, and syncs the folder.
+
+    A mount comes and goes, and what is written while it is away lies hidden below it. So from the first read or making
+    of an object at its top, such as a root's identity, the folder is to be the same after each write: else the write
+    failed. Reading that object again takes the folder that is there then.
 
     Names that begin with a dot are no objects: files that a put which died left behind, and those a network file
     system keeps for its own reasons. There are no retries here: the file system's client has its own.
@@ -42,6 +49,7 @@ class SharedFolder:
         self._threads = Threads(concurrency)
         self._verify = verify
         self._observer = observer or (lambda _kind, _key, _n_bytes, _seconds: None)
+        self._place: Identity | None = None
 
     def __repr__(self) -> str:
         return f"SharedFolder({self.url!r})"
@@ -85,19 +93,26 @@ class SharedFolder:
                 f"at {size}; it was cut, restore it from elsewhere",
                 key=key, range=[start, end], got=len(data), expected=end - start,
             )  # fmt: skip
+        self._note(key)
         self._observer("get", key, len(data), time.monotonic() - began)
         return data
 
     def put(self, key: str, data: Data) -> None:
         """Put a file; see `Objects.put`."""
-        began, view = time.monotonic(), memoryview(data).cast("B")
-        self._write(key, lambda path: write_atomic(path, view, prove=lambda draft: self._prove(key, draft, view)))
+        began, view, written = time.monotonic(), memoryview(data).cast("B"), list[Identity]()
+
+        def prove(draft: str) -> None:
+            written.append(self._prove(key, draft, view))
+
+        self._write(key, lambda path: write_atomic(path, view, prove=prove))
+        self._check_kept(key, written[-1])
         self._observer("put", key, len(view), time.monotonic() - began)
 
     def create(self, key: str, data: Data) -> bool:
         """Put a file unless one is there; see `Objects.create`."""
         began, whole = time.monotonic(), bytes(data)
         made = self._write(key, lambda path: create_atomic(path, whole), root="/" not in key)
+        self._check_kept(key)
         self._observer("put", key, len(whole) * made, time.monotonic() - began)
         return made
 
@@ -122,14 +137,44 @@ class SharedFolder:
                 raise self._error(error, "write", key) from None
         raise AssertionError("the last try returns or raises")
 
-    def _prove(self, key: str, draft: str, view: memoryview) -> None:
-        """Read back what was written, its size or all of it, before it gets its name."""
-        got = os.stat(draft).st_size
+    def _note(self, key: str) -> None:
+        """Take the folder that is there now for the root, as one of the objects at its top was just there."""
+        if "/" not in key:
+            self._place = self._identity(self._folder)
+
+    def _identity(self, path: str) -> Identity | None:
+        try:
+            return file_identity(path)
+        except OSError as error:
+            raise map_os_error(error, what="look at", path=path) from None
+
+    def _check_kept(self, key: str, written: Identity | None = None) -> None:
+        """Make sure that what was written is in the root, and not where the root is mounted.
+
+        Raises:
+            StorageError: it is not, or another one was put at once.
+        """
+        self._note(key)
+        # the folder is looked at first: a file that was written while the root was away is not there when it is back
+        is_same, there = self._place == self._identity(self._folder), self._identity(self._path(key))
+        if self._place is None or (is_same and there is not None and written in (None, there)):
+            return
+        raise StorageError(
+            f"{self._path(key)} was written while {self._folder} was away, or another folder in its place: it does not "
+            "count; try again when it is back",
+            key=key,
+        )
+
+    def _prove(self, key: str, draft: str, view: memoryview) -> Identity:
+        """Read back what was written, its size or all of it, before it gets its name; return which file it is."""
+        found = os.stat(draft)
+        got = found.st_size
         if got != len(view) or (self._verify == "always" and read_file(draft) != view):
             raise IntegrityError(
                 f"{self.url}/{key}: what was written did not read back equal; it was removed. Check the file system",
                 key=key, got=got, expected=len(view),
             )  # fmt: skip
+        return found.st_dev, found.st_ino
 
     def _make_folder(self, path: str, *, root: bool) -> None:
         """Make a folder and those above it, each name durable; the root's own only where that is asked for.
