@@ -23,6 +23,11 @@ Every class has a stable ``kind``; every message names what, where, and what to 
 
 from __future__ import annotations
 
+import errno
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the operating system says where a file cannot grow."""
+
 
 class SpoolError(Exception):
     """Base of every exception that Spool raises on purpose.

@@ -168,6 +168,22 @@ def fill_disk(folder, leave):
                 return ballast
 
 
+def test_a_disk_that_others_filled_is_no_damage(tiny_disk, tmp_path):
+    """The index needs room to be opened at all: it says so, is not taken for torn, and goes on when there is some."""
+    uri = f"file://{tiny_disk}/s"
+    with spool.open(uri) as sp:
+        add(session(sp, "a"), [1, 2], [3])
+    ballast = fill_disk(tiny_disk, 0)
+    for call in (lambda sp: add(session(sp, "b"), [1, 2], [3]), lambda sp: sp.recover(), lambda sp: sp.gc()):
+        with pytest.raises(CapacityError, match="free space"), spool.open(uri) as sp:
+            call(sp)
+    ballast.unlink()
+    with spool.open(uri) as sp:
+        add(session(sp, "b"), [1, 2], [3])
+        assert [row.session_id for row in sp.sessions()] == ["a", "b"]
+    assert not list((tiny_disk / "s").glob("*damaged*"))
+
+
 def append_until_full(sp, kept, names, sizes, *, tries=400):
     """Append to sessions in turn until two appends in a row are refused; return the number of refusals."""
     refused = in_a_row = 0

@@ -37,7 +37,7 @@ from spool.formats.shard import parse_group
 from spool.model.events import Checkpointed
 from spool.model.fields import Schema
 from spool.stores.hot import HotStore
-from spool.stores.local import read_file
+from spool.stores.local import read_file, write_atomic
 from spool.write.log import CommitLog
 from spool.write.recover import recover
 from spool.write.stream import Run
@@ -263,6 +263,27 @@ def test_rows_committed_in_a_later_log_count(tmp_path):
         check_stored(root, writer.name, SMALL, writer.layout, runs, arrays)
     assert zarr.open_array(f"{base}/wide", mode="r").attrs["spool:rows"] == [[0, rows - 10], [rows, 60]]
     late.close()
+
+
+def test_rows_that_only_evicted_records_name_are_not_forgotten(tmp_path):
+    """Torn documents are made anew of the records that are there; others may name rows of a pack that is."""
+    writer = stream(tmp_path / "live", SMALL, max_shard_bytes=1 << 18)
+    arrays, held = data(SMALL, 0, 500), []
+    runs = writer.append(rows_of(arrays), lambda runs: held.append(event_of(writer.name, runs, "t", 0)))
+    writer.flush()
+    writer.commit(together(*held))
+    writer.close()
+    root = str(tmp_path / "live")
+    base = folder(root, writer.name)
+    os.rename(f"{base}/records/1.arrow", f"{base}/records/1.cold")
+    for name in ("wide", "token_ids"):
+        write_atomic(f"{base}/{name}/zarr.json", b"{")
+    (report,) = recover(root)
+    assert set(report.rebuilt) == {"wide/zarr.json", "token_ids/zarr.json"}
+    check_stored(root, writer.name, SMALL, writer.layout, runs, arrays)
+    for name in ("wide", "token_ids"):
+        ((start, count),) = zarr.open_array(f"{base}/{name}", mode="r").attrs["spool:rows"]
+        assert start == 0 and 500 <= count < 500 + writer.layout.chunk_rows[name]
 
 
 def test_rows_that_nobody_refers_to_are_cut_off(tmp_path):

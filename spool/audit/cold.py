@@ -301,7 +301,7 @@ def _decoded(layout: ColdLayout, data: bytes, n: int) -> memoryview:
     rows = np.empty((n, *layout.spec.shape), numpy_dtype(layout.spec.dtype))
     spans = cold.zstd_spans(layout, index, 0, n)
     cold.place_chunks(layout, ((span, view[span.start : span.stop]) for span in spans), rows, 0)
-    return rows.data.cast("B")
+    return rows.reshape(-1).view(np.uint8).data
 
 
 def split(

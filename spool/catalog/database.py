@@ -8,7 +8,6 @@ inherited connection is never touched again, not even to close it.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import threading
 import weakref
@@ -19,7 +18,7 @@ import apsw
 
 from spool.catalog import schema
 from spool.catalog.schema import DamagedError
-from spool.errors import CapacityError, StorageError, moved_away
+from spool.errors import NO_ROOM, CapacityError, StorageError, moved_away
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,8 +32,6 @@ FORK_WAIT_S = 30.0
 
 _OTHER_WAL = frozenset({apsw.SQLITE_IOERR_SHORT_READ, apsw.SQLITE_IOERR_SHMMAP, apsw.SQLITE_IOERR_SHMSIZE})
 """What SQLite says where WAL or shared memory were cut, or taken away, under a process that uses them."""
-
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Link:

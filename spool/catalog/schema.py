@@ -13,7 +13,7 @@ import apsw
 
 from spool import locks
 from spool.catalog.rows import PackState
-from spool.errors import IntegrityError, StorageError
+from spool.errors import NO_ROOM, IntegrityError, StorageError
 
 APPLICATION_ID = 0x53504F4C
 VERSION = 5
@@ -176,8 +176,11 @@ def connect(path: str) -> apsw.Connection:
             if isinstance(error, apsw.ReadOnlyError) and not _is_of_later_version(path):
                 raise
             raise DamagedError(f"{path} is damaged: {error}", file=file) from error
-        except BaseException:
+        except BaseException as error:
+            full = connection.system_errno in NO_ROOM
             connection.close()
+            if full and isinstance(error, apsw.Error):
+                raise apsw.FullError(str(error)) from error
             raise
 
 

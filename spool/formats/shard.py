@@ -84,6 +84,12 @@ def shard_index(n_data_bytes: int, *, chunk_bytes: int, n_chunks: int) -> bytes:
     return entries + crc32c(entries).to_bytes(4, "little")
 
 
+def padded_rows(shard_bytes: int, *, chunk_bytes: int, chunk_rows: int, shard_rows: int) -> int:
+    """Return the rows that the inner chunks of a sealed shard of so many bytes hold, padding among them."""
+    n_bytes = shard_bytes - 16 * (shard_rows // chunk_rows) - 4
+    return max(n_bytes // chunk_bytes, 0) * chunk_rows
+
+
 def array_metadata(
     spec: ArraySpec, *, chunk_rows: int, shard_rows: int, n_rows: int, valid_rows: Sequence[Sequence[int]]
 ) -> bytes:

@@ -17,7 +17,7 @@ import resource
 import secrets
 from collections.abc import Callable
 
-from spool.errors import CapacityError, ConfigError, NotFoundError, SpoolError, StorageError
+from spool.errors import NO_ROOM, CapacityError, ConfigError, NotFoundError, SpoolError, StorageError
 
 log = logging.getLogger("spool.stores")
 
@@ -27,7 +27,6 @@ BLOCK = 4096
 _SHARD = re.compile(r"(streams/[^/]+/[^/]+)/c/(\d+)(?:/0)*")
 _TAIL = re.compile(r"tail-(\d+)-(\d+)")
 _HUGE_BYTES = 2 << 20
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_LOCAL = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs",
      "pvfs2", "ocfs2", "gfs2", "virtiofs", "vboxsf", "davfs", "fuse", "fuseblk"}
@@ -102,7 +101,7 @@ def map_os_error(error: OSError, *, what: str, path: str) -> SpoolError:
     """
     text = f"cannot {what} {path}: {error.strerror or error}"
     details = {"path": path, "errno": errno.errorcode.get(error.errno or 0, str(error.errno))}
-    if error.errno in _NO_ROOM:
+    if error.errno in NO_ROOM:
         return CapacityError(f"{text}; free space there, or use a larger disk", **details)
     if error.errno == errno.ENOENT:
         return NotFoundError(f"{text}; check the location of the spool", **details)

@@ -18,8 +18,9 @@ from spool import locks
 from spool.errors import IntegrityError, LockedError, NotFoundError, SpoolError
 from spool.formats import records
 from spool.formats.frames import decode_event
-from spool.formats.shard import parse_rows
+from spool.formats.shard import padded_rows, parse_rows
 from spool.model.events import Attached, StepCommitted, parts
+from spool.model.fields import ArraySpec
 from spool.stores.local import map_os_error, read_file, write_atomic
 from spool.write.folder import NEW, Folder, is_stream_name, lock_folder, open_folder
 from spool.write.log import LogContents, log_path, read_log
@@ -174,7 +175,11 @@ def _shortfalls(folder: Folder, rows: Mapping[int, Mapping[str, int]]) -> Iterat
 
 
 def _rebuild_arrays(folder: Folder, logs: Mapping[int, LogContents], *, dry_run: bool) -> Iterator[str]:
-    """Write torn metadata of arrays anew, from the events of the packs that are sealed; sealing adds the others."""
+    """Write torn metadata of arrays anew, from the events of the packs that are sealed; sealing adds the others.
+
+    Where records were evicted, which may name rows of packs that are here, the rows of a pack are all that its shard
+    has chunks for: better zeros that nobody names than rows that are lost.
+    """
     torn = [spec for spec in folder.schema.arrays if not _is_readable(f"{folder.path}/{spec.name}/zarr.json")]
     if not torn:
         return
@@ -183,14 +188,26 @@ def _rebuild_arrays(folder: Folder, logs: Mapping[int, LogContents], *, dry_run:
         payload for pack in sealed for payload in records.decode(read_file(f"{folder.path}/records/{pack}.arrow"))
     )
     ends = count_rows(folder, itertools.chain(events, *(contents.payloads for contents in logs.values())))
+    evicted = not set(sealed).issuperset(packs_of(folder, ".cold"))
     for spec in torn:
         if not dry_run:
             shard_rows = folder.layout.shard_rows[spec.name]
-            counts = ((pack * shard_rows, ends.get((spec.name, pack), 0)) for pack in sealed)
+            least = {pack: _padded_rows(folder, spec, pack) if evicted else 0 for pack in sealed}
+            counts = ((pack * shard_rows, max(ends.get((spec.name, pack), 0), least[pack])) for pack in sealed)
             valid = [(start, count) for start, count in counts if count]
             os.makedirs(f"{folder.path}/{spec.name}", exist_ok=True)
             write_atomic(f"{folder.path}/{spec.name}/zarr.json", folder.metadata(spec, valid))
         yield f"{spec.name}/zarr.json"
+
+
+def _padded_rows(folder: Folder, spec: ArraySpec, pack: int) -> int:
+    chunk_rows, shard_rows = (sizes[spec.name] for sizes in (folder.layout.chunk_rows, folder.layout.shard_rows))
+    return padded_rows(
+        find_payload(folder, spec, pack).end,
+        chunk_bytes=chunk_rows * spec.row_bytes,
+        chunk_rows=chunk_rows,
+        shard_rows=shard_rows,
+    )
 
 
 def _is_readable(path: str) -> bool:
