@@ -243,7 +243,10 @@ class Recorder:
         for session_id in idle:
             live = self.live(session_id)
             try:
-                (live or self.start(SessionOpened(session_id=session_id, at=time.time()))).finalize(outcome="timeout")
+                if live is not None and not live.expire():
+                    continue  # by its own clock it goes on, or a transaction of it is open
+                if live is None:
+                    self.start(SessionOpened(session_id=session_id, at=time.time())).finalize(outcome="timeout")
             except LockedError:
                 self.forget(session_id)
             except (IntegrityError, ReleasedError, NotFoundError) as error:  # the others shall end all the same
@@ -465,8 +468,12 @@ class Recorder:
         if self._config.root is None and self._feeds.cold is not None and not self._readonly:
             self._feeds.cold.write_facts(events)
             return
+        payload = encode_event(events[0] if len(events) == 1 else Transaction(events))
         writer = next(iter(list(self._writers.values())), None) or self.writer(Schema())
-        writer.commit(encode_event(events[0] if len(events) == 1 else Transaction(events)))
+        try:
+            writer.commit(payload)
+        except CapacityError:
+            self.writer(Schema()).commit(payload)  # a pack without arrays takes least; what is said may give room back
 
     def executor(self) -> Executor:
         """Return the threads of the async twins, made on first use."""

@@ -383,27 +383,32 @@ class Session:
                 state.abandon(event)
             self._host.forget(self.session_id)
 
-    def expire(self) -> None:
+    def expire(self) -> bool:
         """End the session as ``timeout`` if nothing was appended for longer than its ``idle_s``.
+
+        Returns:
+            It was ended now; not so one of which a transaction is open.
 
         Raises:
             SpoolError: it cannot be ended. Where that is another process's to do, it is refused here for good.
         """
-        idle_s = self._record.opened.idle_s
-        if (
-            idle_s is None
-            or time.monotonic() - self._used_at < idle_s
-            or not self._record.owned().acquire(blocking=False)
-        ):
-            return
+        if not self._is_idle() or not self._record.owned().acquire(blocking=False):
+            return False
         try:
-            if time.monotonic() - self._used_at >= idle_s and not self._suspended and not self._record.state().ended:
-                self._finalize("lineage", "timeout", (), {})
+            open_blocks = any(held.open for held in self._blocks)
+            if not self._is_idle() or self._suspended or open_blocks or self._record.state().ended:
+                return False
+            self._finalize("lineage", "timeout", (), {})
         except LockedError as error:
             self._record.refusal = error
             raise
         finally:
             self._record.owned().release()
+        return True
+
+    def _is_idle(self) -> bool:
+        idle_s = self._record.opened.idle_s
+        return idle_s is not None and time.monotonic() - self._used_at >= idle_s
 
     def suspend(self) -> str:
         """Stop appending here and return a small JSON token; `Spool.resume` goes on with it in any process.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import apsw
 import msgspec
@@ -32,6 +33,7 @@ from recorded import (
     step,
 )
 
+import spool
 from spool.catalog import Catalog, DamagedError, LogState, Release, Space, rivals, schema
 from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
@@ -1225,3 +1227,28 @@ def test_how_far_sessions_are_from_their_end(catalog):
     assert [use.tags for use in catalog.packs.uses()[0]] == [(), (), ("a",)]
     catalog.forget("s", 2)
     assert catalog.packs.sessions()["u"].n_held == 1
+
+
+def test_an_index_that_processes_of_another_version_use_is_left_to_them(tmp_path):
+    """Each would move the other's aside, again and again."""
+    root = f"{tmp_path}/s"
+    other = (
+        "import sys, spool; from spool.catalog import schema; schema.VERSION += 1\n"
+        f"sp = spool.open({root!r}); s = sp.session('a'); s.append(prompt_token_ids=[1], response_token_ids=[2])\n"
+        "print(len(list(sp.sessions())), flush=True); sys.stdin.read(); print(len(list(sp.sessions())))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "1\n"
+        with (
+            pytest.raises(StorageError, match=r"of another version .* another process uses it"),
+            spool.open(root) as sp,
+        ):
+            list(sp.sessions())
+        with spool.open(root, readonly=True) as sp:
+            assert [row.session_id for row in sp.sessions()] == ["a"]
+        assert process.communicate("")[0] == "1\n" and not list(Path(root).glob("*damaged*"))
+    with spool.open(root) as sp:
+        assert [row.session_id for row in sp.sessions()] == ["a"]
+    assert list(Path(root).glob("*damaged*"))

@@ -543,3 +543,15 @@ def test_a_pack_that_one_append_filled_stays_for_it(quiet, monkeypatch):
         packs = [{event.session_id for event in map(decode_event, decode(path.read_bytes()))} for path in records]
         assert len(packs) > 3 and all(packs), "each of them says whose its rows are"
         assert sp.read(s.finalize())
+
+
+def test_a_pack_that_waits_for_its_readers_is_no_finding(quiet):
+    with spool.open(quiet.replace("grace_s=0.001", "grace_s=3600")) as sp:
+        sp.release(record(sp, "a"))
+        record(sp, "b")
+        sealed(sp)
+        sp.release(sp.final_segments("b"))
+        sealed(sp)
+        sp.gc()
+        assert [row.pack for row in sp._catalog.packs.rows("gone")] == [0]
+        assert not sp.verify(deep=True).findings

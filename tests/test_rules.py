@@ -29,6 +29,7 @@ from spool import (
     SessionStateError,
     StepConflictError,
 )
+from spool.upkeep import Upkeep
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -1113,6 +1114,24 @@ def test_rule_16_any_process_may_discard_a_session(sp, spool_uri, finalised):
             assert look() == []
     with pytest.raises(InputError):
         add(session(sp), [1, 2, 3], [4])
+
+
+def test_rule_16_a_session_that_goes_on_does_not_end_as_idle(sp, monkeypatch):
+    """One with an open transaction holds up no other; a clock that is stepped does not end what lives here."""
+    monkeypatch.setattr(Upkeep, "watch", lambda *_: None)
+    one, other, long = (session(sp, name, idle_s=idle_s) for name, idle_s in (("a", 0.2), ("b", 0.2), ("c", 3600.0)))
+    for s in (one, other, long):
+        add(s, [1, 2], [3])
+    with one.transaction():
+        add(one, [1, 2, 3], [4])
+        time.sleep(0.3)
+        assert sp.expire_idle() == ["b"]
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 2 * 3600)
+    assert sp.expire_idle() == ["a"]
+    monkeypatch.undo()
+    add(long, [1, 2, 3], [4])
+    assert {row.session_id: row.state for row in sp.sessions()} == {"a": "final", "b": "final", "c": "open"}
 
 
 def test_rule_16_an_idle_session_ends_as_timeout(sp):

@@ -18,6 +18,7 @@ from spool.formats.frames import decode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, shard_key
 from spool.logs.cold import gone_key, parse_pack_key, records_key
+from spool.logs.packs import parse_tombstone
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.stores.objects import ObjectInfo, Objects
 
@@ -84,6 +85,13 @@ class ColdPacks:
     def is_gone(self, pack: Pack) -> bool:
         """Whether a pack was deleted, perhaps just now."""
         return self._objects.info(gone_key(*pack)) is not None
+
+    def is_done_with(self, pack: Pack) -> bool:
+        """Whether a pack was deleted so long ago that its objects went, too."""
+        try:
+            return parse_tombstone(self._objects.get(gone_key(*pack)), gone_key(*pack)).done
+        except (NotFoundError, IntegrityError):
+            return False
 
     def check(
         self, rows: Mapping[Pack, Rows], steps: Mapping[Whole, Sequence[str]], findings: Findings, *, deep: bool
@@ -207,7 +215,7 @@ class _Stream:
                     key, array,
                 )  # fmt: skip
             for first in valid.keys() - expected.keys():
-                if self._packs.is_gone((self._name, first // layout.shard_rows)):
+                if self._packs.is_done_with((self._name, first // layout.shard_rows)):
                     yield self._finding(
                         f"it lists rows from {first} on, which were deleted: Zarr readers take them for zeros; `spool "
                         "spill` by hand at the hot root of the stream puts it again",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import struct
 import time
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +21,9 @@ APPLICATION_ID = 0x53504F4C
 VERSION = 5
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
+
+USED_S = 3.0
+"""For so long other processes may have an index of another version open that only look at it."""
 
 CACHE, BULK_CACHE = -2000, -262_144
 """KiB, negative as SQLite takes them; in a large transaction pages that do not fit are written and read again."""
@@ -112,6 +117,8 @@ WAL_VERSION = 2
 Identity = tuple[int, int]
 
 MEMORY = ":memory:"
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux
+_SHARED = 0x40000002, 510
 _BESIDE, _LOCK = ("-shm", "-wal"), ".lock"
 
 
@@ -152,6 +159,7 @@ def connect(path: str) -> apsw.Connection:
         path: the file, or ``:memory:``.
 
     Raises:
+        StorageError: it is of another version, and another process uses it.
         DamagedError: the file is something else, of another version, or torn.
         apsw.Error: it cannot be opened.
     """
@@ -176,6 +184,10 @@ def connect(path: str) -> apsw.Connection:
             if isinstance(error, apsw.ReadOnlyError) and not _is_of_later_version(path):
                 raise
             raise DamagedError(f"{path} is damaged: {error}", file=file) from error
+        except DamagedError:
+            connection.close()
+            _check_unused(path)
+            raise
         except BaseException as error:
             full = connection.system_errno in NO_ROOM
             connection.close()
@@ -288,6 +300,37 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
         connection.execute("COMMIT")
     _check_version(connection, path, file)
     return connection
+
+
+def _check_unused(path: str) -> None:
+    """Leave an index to the processes of another version that use it: each would move the other's aside for ever.
+
+    Raises:
+        StorageError: there are such.
+    """
+    deadline = time.monotonic() + USED_S
+    while _is_used(path):
+        if time.monotonic() > deadline:  # those that look at it, as this one did, are gone by then
+            raise StorageError(
+                f"{path} is an index of another version than {VERSION}, which is this Spool's, and another process "
+                "uses it: end the processes of the other Spool first (a spiller ends by itself then), or go on with "
+                "that one",
+                path=path,
+            )
+        time.sleep(0.02)
+
+
+def _is_used(path: str) -> bool:
+    """Whether another process has a database open: in WAL mode each holds a lock on the bytes that SQLite shares."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False  # moved aside by now, or to be looked at by who opens it
+    try:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, *_SHARED, 0)
+        return bool(struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)
 
 
 def _check_version(connection: apsw.Connection, path: str, file: Identity | None) -> None:
