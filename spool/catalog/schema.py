@@ -137,6 +137,10 @@ class DamagedError(IntegrityError):
         return (partial(type(self), file=self.file), (str(self),))
 
 
+class OtherVersionError(DamagedError):
+    """The catalog file is an index of another version."""
+
+
 def identity(path: str) -> Identity | None:
     """Return device and inode of the file at ``path``, or None where there is none.
 
@@ -173,10 +177,13 @@ def connect(path: str) -> apsw.Connection:
         connection = apsw.Connection(path)
         try:
             return _prepare(connection, path, file)
-        except apsw.BusyError:
+        except (apsw.BusyError, apsw.IOError) as error:
             # the switch to WAL and the recovery after a crash do not always wait for the process that is at it
+            full = connection.system_errno in NO_ROOM
             connection.close()
-            if time.monotonic() > deadline:
+            if full:
+                raise apsw.FullError(str(error)) from error
+            if time.monotonic() > deadline or not (isinstance(error, apsw.BusyError) or _is_overtaken(error)):
                 raise
             time.sleep(0.01)
         except (apsw.NotADBError, apsw.CorruptError, apsw.SQLError, apsw.ReadOnlyError) as error:
@@ -184,16 +191,18 @@ def connect(path: str) -> apsw.Connection:
             if isinstance(error, apsw.ReadOnlyError) and not _is_of_later_version(path):
                 raise
             raise DamagedError(f"{path} is damaged: {error}", file=file) from error
-        except DamagedError:
+        except OtherVersionError:
             connection.close()
-            _check_unused(path)
+            _check_unused(path, file)
             raise
-        except BaseException as error:
-            full = connection.system_errno in NO_ROOM
+        except BaseException:
             connection.close()
-            if full and isinstance(error, apsw.Error):
-                raise apsw.FullError(str(error)) from error
             raise
+
+
+def _is_overtaken(error: apsw.IOError) -> bool:
+    """Whether another process removed the journal that this one was to remove: both made one database."""
+    return getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_DELETE_NOENT
 
 
 def connect_readonly(path: str) -> apsw.Connection:
@@ -302,14 +311,14 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
     return connection
 
 
-def _check_unused(path: str) -> None:
+def _check_unused(path: str, file: Identity | None) -> None:
     """Leave an index to the processes of another version that use it: each would move the other's aside for ever.
 
     Raises:
         StorageError: there are such.
     """
     deadline = time.monotonic() + USED_S
-    while _is_used(path):
+    while identity(path) == file and _is_used(path):
         if time.monotonic() > deadline:  # those that look at it, as this one did, are gone by then
             raise StorageError(
                 f"{path} is an index of another version than {VERSION}, which is this Spool's, and another process "
@@ -336,9 +345,8 @@ def _is_used(path: str) -> bool:
 def _check_version(connection: apsw.Connection, path: str, file: Identity | None) -> None:
     found = connection.pragma("application_id"), connection.pragma("user_version")
     if found != (APPLICATION_ID, VERSION):
-        raise DamagedError(
-            f"{path} is not a catalog of version {VERSION}: application id and version are {found}", file=file
-        )
+        kind = OtherVersionError if found[0] == APPLICATION_ID and found[1] else DamagedError
+        raise kind(f"{path} is not a catalog of version {VERSION}: application id and version are {found}", file=file)
 
 
 def _is_blank(connection: apsw.Connection) -> bool:
