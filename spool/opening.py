@@ -12,7 +12,7 @@ from spool.formats.frames import encode_event
 from spool.intake import json_facts
 from spool.model.events import SessionOpened
 from spool.model.fields import BUILT_IN, LOGPROBS, LOSS_MASK, ROUTED_EXPERTS, TOKEN_IDS, FieldSpec, Schema, expert_field
-from spool.model.moe import MoEShape, models
+from spool.model.moe import MoEShape, as_shape
 
 
 def opening(
@@ -76,14 +76,11 @@ def _facts(name: str, value: object) -> Mapping[Any, Any]:
 
 
 def _declared(experts: MoEShape | str | None, fields: Sequence[FieldSpec]) -> tuple[FieldSpec, ...]:
-    if isinstance(experts, str):
-        experts = models[experts]
-    if experts is not None and not isinstance(experts, MoEShape):
-        raise InputError(f"experts must be a spool.MoEShape or a name in spool.models, got {experts!r}")
+    shape = as_shape(experts)
     own = {spec.name: spec for spec in fields}
-    if own.keys() & (BUILT_IN - {ROUTED_EXPERTS}) or (experts is not None and ROUTED_EXPERTS in own):
+    if own.keys() & (BUILT_IN - {ROUTED_EXPERTS}) or (shape is not None and ROUTED_EXPERTS in own):
         raise ConfigError(f"one of {sorted(own)} is defined by Spool already; give your field another name")
     if ROUTED_EXPERTS in own and own[ROUTED_EXPERTS].bound is None:
         raise ConfigError("a spec of routed_experts comes from spool.expert_field(shape, ...)")
-    built_in = (TOKEN_IDS, LOGPROBS, LOSS_MASK, *((expert_field(experts),) if experts is not None else ()))
+    built_in = (TOKEN_IDS, LOGPROBS, LOSS_MASK, *((expert_field(shape),) if shape is not None else ()))
     return Schema.of(*built_in, *own.values()).fields

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from spool.config import Config
 from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError, moved_away
-from spool.formats.shard import parse_attributes
+from spool.formats.shard import group_key, parse_attributes
 from spool.observe import Observer, Retried, tell
 from spool.stores.local import check_hot_root, create_atomic, map_os_error, read_file, write_atomic
 from spool.stores.objects import Objects, open_objects
@@ -71,6 +71,11 @@ def find(config: Config, *, create: bool, join: bool, observer: Observer | None 
     """
     hot = read_identity(config.root) if config.root is not None and os.path.isdir(config.root) else None
     if hot is not None and hot.tier == "cold":
+        if config.spill is not None:
+            raise ConfigError(
+                f"{config.root} is a cold root and spills nowhere: leave spill= out, or put a hot root in front",
+                option="spill",
+            )
         config = msgspec.structs.replace(config, root=None, spill=f"file://{quote(str(config.root))}")
     elif hot is not None and config.spill is None:
         config = msgspec.structs.replace(config, spill=hot.spill)
@@ -276,6 +281,26 @@ def restore_identity(root: str, *, dry_run: bool = False) -> Identity | None:
     urls = _cold_roots(root)
     restored = Identity(FORMAT, spool_id, created, spill=urls.pop() if len(urls) == 1 else None)
     return restored if dry_run else _create(root, restored)
+
+
+def restore_cold_identity(root: str, config: Config, *, dry_run: bool = False) -> str | None:
+    """Write a lost ``spool.json`` of the cold root of a hot one again; return its URL, None where nothing is to do.
+
+    Only where streams of the hot root are in there: else it may not be mounted, or be another place.
+
+    Raises:
+        StorageError: the cold root cannot be reached or written.
+    """
+    hot = read_identity(root)
+    url = config.spill if hot is None else hot.spill
+    if hot is None or url is None:
+        return None
+    objects = open_cold(config, url)
+    if read_cold_identity(objects) is not None or not any(objects.info(group_key(name)) for name in _streams(root)):
+        return None
+    if not dry_run:
+        objects.create("spool.json", msgspec.json.encode(Identity(FORMAT, hot.id, tier="cold")))
+    return url
 
 
 class _Marker(Struct):

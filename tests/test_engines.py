@@ -14,8 +14,8 @@ import pytest
 
 import spool.engines as engines
 from spool.engines import decode_routing, from_sglang, from_vllm
-from spool.errors import InputError, PayloadError, SpoolError
-from spool.model.moe import MoEShape
+from spool.errors import InputError, NotFoundError, PayloadError, SpoolError
+from spool.model.moe import MoEShape, models
 from spool.session import Session
 
 SHAPE = MoEShape(num_layers=3, num_experts=300, topk=2)
@@ -110,6 +110,20 @@ def test_sglang_bare_uint8_that_begins_like_a_npy_file_is_still_ids():
     routing = np.frombuffer(b"\x93NUMPY", np.uint8).reshape(1, 3, 2)
     body = generate(b64(routing), routed_experts_dtype="uint8")
     np.testing.assert_array_equal(from_sglang(body, prompt_token_ids=PROMPT, experts=SHAPE).routed_experts, routing)
+
+
+def test_a_model_is_named_instead_of_its_shape():
+    shape = models["qwen3.6-35b-a3b"]
+    routing = np.zeros((4, shape.num_layers, shape.topk), np.int32)
+    for read in (
+        lambda experts: from_sglang(generate(b64(routing)), prompt_token_ids=PROMPT, experts=experts).routed_experts,
+        lambda experts: decode_routing(b64(routing), experts=experts).rows,
+    ):
+        np.testing.assert_array_equal(read("Qwen3.6-35B-A3B"), read(shape))
+        with pytest.raises(NotFoundError, match="no MoE shape named 'nobody'"):
+            read("nobody")
+        with pytest.raises(InputError, match=r"experts must be a spool\.MoEShape or a name"):
+            read(3)
 
 
 def test_sglang_nested_lists_of_older_servers_keep_their_row_count():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -10,11 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from shell import run
 from tiers import assert_same, record, remove_root, wait_for
 
 import spool
 from spool.spiller.elect import is_running
 from spool.spiller.evict import evict
+from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
 
 
@@ -211,3 +214,40 @@ def test_a_copy_of_a_hot_root_replaces_nothing(tmp_path):
         assert [row.state for row in sp.spill()] == ["sealed"]
     with spool.open(f"file://{cold}") as there:
         assert_same(there.read(segments), wanted)
+
+
+def test_a_cold_root_by_its_path_spills_nowhere(tmp_path):
+    with spool.open(f"{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        record(sp, "a")
+        sp.flush()
+        sp.spill()
+    for place in (f"{tmp_path}/cold", f"file://{tmp_path}/cold"):
+        with pytest.raises(spool.ConfigError, match="is a cold root and spills nowhere"):
+            spool.open(f"{place}?spill=file://{tmp_path}/other")
+    with spool.open(f"{tmp_path}/cold") as sp:
+        assert [row.session_id for row in sp.sessions()] == ["a"]
+
+
+def test_a_lost_identity_of_the_cold_root_is_written_again(tmp_path, monkeypatch):
+    """At a hot root whose streams are in it; a root that is only not mounted is left alone."""
+    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+    hot, lost = f"{tmp_path}/hot", tmp_path / "cold/spool.json"
+    with spool.open(f"{hot}?spill=file://{tmp_path}/cold") as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        wanted = sp.read(refs)
+    before = lost.read_bytes()
+    lost.unlink()
+    assert "would be written again" in run("recover", hot, "--dry-run").err and not lost.exists()
+    assert "spool.json of the cold root file://" in run("recover", hot).err
+    assert json.loads(lost.read_bytes())["id"] == json.loads(before)["id"]
+    (tmp_path / "cold").rename(tmp_path / "mounted")
+    (tmp_path / "cold").mkdir()
+    assert "cold root" not in run("recover", hot, code=None).err
+    assert not list((tmp_path / "cold").iterdir())
+    (tmp_path / "cold").rmdir()
+    (tmp_path / "mounted").rename(tmp_path / "cold")
+    remove_root(hot)
+    with spool.open(f"file://{tmp_path}/cold") as sp:
+        assert_same(sp.read(refs), wanted)

@@ -35,8 +35,9 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> int:
     """Seal what dead writers left, and end idle sessions.
 
     A lost spool.json is written again, with the id that the streams keep and the cold root that packs were brought
-    over to. Ends of logs that were never finished are dropped. Live writers are left alone. Exits 5 where something
-    that was recorded cannot be saved, 1 where a stream cannot be recovered.
+    over to; that of a cold root, too, where streams of the hot one are in it. Ends of logs that were never finished are
+    dropped. Live writers are left alone. Exits 5 where something that was recorded cannot be saved, 1 where a stream
+    cannot be recovered.
     """
     if _restored(location, dry_run=dry_run) and dry_run:
         return Exit.OK
@@ -56,12 +57,17 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> int:
 
 def _restored(location: str | None, *, dry_run: bool) -> bool:
     from spool.config import default_location, parse_uri
-    from spool.root import restore_identity
+    from spool.root import restore_cold_identity, restore_identity
 
     if location is None and default_location() is None:
         return False
     config = parse_uri(location)
-    identity = None if config.root is None else restore_identity(config.root, dry_run=dry_run)
+    if config.root is None:
+        return False
+    identity = restore_identity(config.root, dry_run=dry_run)
+    url = restore_cold_identity(config.root, config, dry_run=dry_run)
+    if url is not None:
+        say(f"spool.json of the cold root {url} {'would be' if dry_run else 'is'} written again")
     if identity is None:
         return False
     cold = "" if identity.spill is None else f" and the cold root {identity.spill}"

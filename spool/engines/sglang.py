@@ -23,7 +23,7 @@ def from_sglang(
     response: Response,
     *,
     prompt_token_ids: Json = None,
-    experts: MoEShape | None = None,
+    experts: MoEShape | str | None = None,
     routed_experts_start: int = 0,
     request: Mapping[str, Any] | None = None,
     choice: int = 0,
@@ -42,7 +42,7 @@ def from_sglang(
     Args:
         response: of ``/generate``, ``/v1/completions`` or ``/v1/chat/completions``, or its JSON text.
         prompt_token_ids: what was sent as input; needed unless the request or the response holds it.
-        experts: the model's shape; needed to tell the rows of a base64 payload apart.
+        experts: the model's shape, or its name; needed to tell the rows of a base64 payload apart.
         routed_experts_start: ``routed_experts_start_len`` of the request.
         request: the request's body, to take ``input_ids`` and ``routed_experts_start_len`` from.
         choice: which of the choices of an OpenAI-compatible response.
@@ -70,7 +70,7 @@ def from_sglang(
         routing=first_of("routed_experts", meta, extra, part),
         routing_dtype=_first_text("routed_experts_dtype", meta, extra, part, body),
         start=asked.start,
-        experts=experts,
+        experts=asked.experts,
         version=version((meta, outer)),
         finish_reason=finish_reason,
         metadata={"cached_tokens": meta.get("cached_tokens"), "finish_message": finish_message},

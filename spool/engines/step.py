@@ -12,10 +12,10 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from spool.engines.members import Json, Members, as_count, as_members, refused
-from spool.engines.wires import check_experts, decode_routing
+from spool.engines.wires import decode_routing
 from spool.errors import InputError, PayloadError
 from spool.formats.arrays import as_floats
-from spool.model.moe import MoEShape
+from spool.model.moe import MoEShape, as_shape
 
 Response: TypeAlias = Mapping[str, Any] | str | bytes
 WeightVersion: TypeAlias = str | tuple[tuple[str, int, int], ...]
@@ -115,10 +115,12 @@ class Asked(NamedTuple):
     Attributes:
         request: the members of the request's body.
         start: forward row that routing was asked for from.
+        experts: the model's shape.
     """
 
     request: Members
     start: int
+    experts: MoEShape | None
 
 
 def as_asked(request: object, start: object, experts: object, *, start_key: str) -> Asked:
@@ -127,15 +129,15 @@ def as_asked(request: object, start: object, experts: object, *, start_key: str)
     Args:
         request: the request's body, or None.
         start: as the caller gave it.
-        experts: the model's shape, or None.
+        experts: the model's shape, its name, or None.
         start_key: what the engine calls the start in a request, where the caller gave none.
 
     Raises:
         InputError: one of them is of another type.
+        NotFoundError: no model of that name is known.
     """
-    check_experts(experts)
-    body = as_members(request, "request")
-    return Asked(body, as_count(start, "routed_experts_start") or body.count(start_key) or 0)
+    shape, body = as_shape(experts), as_members(request, "request")
+    return Asked(body, as_count(start, "routed_experts_start") or body.count(start_key) or 0, shape)
 
 
 def as_response(response: Response) -> Members:

@@ -24,7 +24,7 @@ def from_vllm(
     response: Response,
     *,
     prompt_token_ids: Json = None,
-    experts: MoEShape | None = None,
+    experts: MoEShape | str | None = None,
     routed_experts_start: int = 0,
     request: Mapping[str, Any] | None = None,
     choice: int = 0,
@@ -41,7 +41,7 @@ def from_vllm(
     Args:
         response: of any of the endpoints, or its JSON text; ask for ``return_token_ids`` and ``logprobs``.
         prompt_token_ids: what was sent as input, where neither request nor response holds it.
-        experts: the model's shape, checked against the payload's.
+        experts: the model's shape, or its name, checked against the payload's.
         routed_experts_start: ``routed_experts_prompt_start`` of the request.
         request: the request's body, to take token ids and start from.
         choice: which of the choices.
@@ -68,9 +68,9 @@ def from_vllm(
     routing: Json = first_of("routed_experts", part, part.members("message"))
     head = first_of("prompt_routed_experts", part, body)
     if head is not None:
-        routing = _joined(head, routing, n_prompt, experts)
+        routing = _joined(head, routing, n_prompt, asked.experts)
     elif routing is not None:
-        routing, said = decode_routing(routing, experts=experts)
+        routing, said = decode_routing(routing, experts=asked.experts)
         start = _start_of(len(routing), start if said is None else said, n_prompt, len(ids))
     return make_step(
         prompt=prompt,
@@ -79,7 +79,7 @@ def from_vllm(
         routing=routing,
         routing_dtype=None,
         start=start,
-        experts=experts,
+        experts=asked.experts,
         version=version((part, body, body.members("metadata"))),
         finish_reason=finish_reason,
         metadata={"cached_tokens": body.members("usage").members("prompt_tokens_details").get("cached_tokens")},

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from spool.errors import InputError, PayloadError
+from spool.errors import PayloadError
 from spool.formats.arrays import as_array
-from spool.model.moe import MoEShape
+from spool.model.moe import MoEShape, as_shape
 
 Text: TypeAlias = str | bytes
 Ids: TypeAlias = NDArray[np.integer[Any]]
@@ -51,7 +51,7 @@ class Routing(NamedTuple):
 
 
 def decode_routing(
-    payload: object, *, experts: MoEShape | None = None, dtype: str | None = None, what: str = "routed_experts"
+    payload: object, *, experts: MoEShape | str | None = None, dtype: str | None = None, what: str = "routed_experts"
 ) -> Routing:
     """Decode a routing payload of any known form.
 
@@ -65,30 +65,21 @@ def decode_routing(
 
     Args:
         payload: in one of these forms.
-        experts: the model's shape; needed where the payload carries none, checked against where it does.
+        experts: the model's shape, or its name; needed where the payload carries none, checked against where it does.
         dtype: of a bare base64 payload, as the response names it; None: a ``.npy`` file or int32.
         what: names the payload in errors.
 
     Raises:
         PayloadError: the payload is not what it claims to be; says what was expected and what came.
         InputError: ``experts`` is no shape.
+        NotFoundError: no model of that name is known.
     """
-    check_experts(experts)
+    shape = as_shape(experts)
     if isinstance(payload, Mapping):
-        return _from_envelope(payload, experts, what)
+        return _from_envelope(payload, shape, what)
     if isinstance(payload, (str, bytes)):
-        return Routing(_from_text(payload, experts, dtype, what))
-    return Routing(_from_lists(payload, experts, what))
-
-
-def check_experts(experts: object) -> None:
-    """Refuse what is neither a model's shape nor None.
-
-    Raises:
-        InputError: it is something else.
-    """
-    if experts is not None and not isinstance(experts, MoEShape):
-        raise InputError(f"experts must be a spool.MoEShape, such as spool.models[name], got {experts!r:.80}")
+        return Routing(_from_text(payload, shape, dtype, what))
+    return Routing(_from_lists(payload, shape, what))
 
 
 def _from_text(text: Text, experts: MoEShape | None, dtype: str | None, what: str) -> Ids:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from spool.errors import ConfigError, NotFoundError
+from spool.errors import ConfigError, InputError, NotFoundError
 
 
 class MoEShape(Struct, frozen=True):
@@ -90,3 +90,17 @@ def _shape(entry: dict[str, int]) -> MoEShape:
 
 
 models: Mapping[str, MoEShape] = _Models()
+
+
+def as_shape(experts: object) -> MoEShape | None:
+    """Return the shape that a shape, the name of a known model, or None stands for.
+
+    Raises:
+        InputError: it is something else.
+        NotFoundError: no model of that name is known.
+    """
+    if isinstance(experts, str):
+        return models[experts]
+    if experts is not None and not isinstance(experts, MoEShape):
+        raise InputError(f"experts must be a spool.MoEShape or a name in spool.models, got {experts!r:.80}")
+    return experts
