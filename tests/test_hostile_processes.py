@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 import workers
 from kit import add, counting, routing, session
 from numpy.testing import assert_array_equal
+from tiers import record
 
 import spool
 
@@ -223,3 +226,44 @@ def test_a_process_that_exits_without_closing_loses_nothing(open_spool, spool_ur
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - began < 30
     assert [ref.n_tokens for ref in open_spool().steps("s")] == [3]
+
+
+def test_a_fork_waits_for_who_decides_what_may_go(tmp_path):
+    """That is asked on a connection of its own; a child that inherits it in the middle would wait for ever."""
+    with spool.open(f"{tmp_path}/s?retention=released") as sp:
+        for number in range(20):
+            record(sp, f"s{number}", n_steps=1)
+        sp.flush()
+        over = threading.Event()
+
+        def decide():
+            while not over.is_set():
+                sp.gc(dry_run=True)
+
+        threads = [threading.Thread(target=decide) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(150):
+                pid = os.fork()
+                if not pid:
+                    with contextlib.suppress(BaseException):
+                        os._exit(0 if len(list(sp.sessions())) == 20 else 1)
+                    os._exit(2)
+                assert wait_for_child(pid) == 0
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+
+def wait_for_child(pid, timeout_s=60.0):
+    """Return the exit code of a child; one that hangs is killed."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -394,3 +395,19 @@ def test_requests_are_observed(root):
     assert [one[:3] for one in seen] == [("get", "a/k", 2), ("list", "a/", 0), ("delete", "a/k", 0)]
     assert all(0 <= seconds < 60 for *_, seconds in seen)
     store.close()
+
+
+def test_writers_of_one_object_at_once_do_not_take_the_folder_for_away(tmp_path):
+    """As nodes that bring the same unit: each finds the other's file, and the same bytes in it."""
+    shared.SharedFolder(str(tmp_path)).create("spool.json", b"{}")
+    gate = threading.Barrier(3)
+
+    def put(_):
+        folder = shared.SharedFolder(str(tmp_path))
+        assert folder.get("spool.json") == b"{}"
+        for number in range(60):
+            gate.wait(60)
+            folder.put(f"units/ab/{number}", b"x" * 100_000)
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(put, range(3))) == [None] * 3

@@ -66,12 +66,17 @@ class Database:
         self.path = path
         self.damage: DamagedError | None = None
         self._links(Link(), Link() if path is not None else None)
+        self._begin()
         self._memory_epoch = 0
         _live.add(self)
 
     def _links(self, writer: Link, reader: Link | None) -> None:
         # one database in memory is one connection
         self._writer, self._reader = writer, reader or writer
+
+    def _begin(self) -> None:
+        self._gate = threading.Lock()  # held during a fork: no link is lent then
+        self._apart: set[Link] = set()
 
     @property
     def is_borrowed(self) -> bool:
@@ -144,17 +149,28 @@ class Database:
 
     @contextmanager
     def _reading_apart(self) -> Iterator[apsw.Connection]:
+        if self.path is not None:
+            with self._lent() as link, self._translated(link):
+                own = self._connection(link)
+                if self.path is not None:  # else it is read from a copy from now on
+                    yield own
+                    return
+        with self.reading() as connection:
+            yield connection
+
+    @contextmanager
+    def _lent(self) -> Iterator[Link]:
+        """Lend a link of its own, which a fork waits for as it does for the others."""
         link = Link()
-        own = self._connection(link) if self.path is not None else None
+        with self._gate:
+            link.lock.acquire()
+            self._apart.add(link)
         try:
-            if self.path is None or own is None:
-                with self.reading() as connection:
-                    yield connection
-                return
-            with self._translated(link):
-                yield own
+            yield link
         finally:
             link.close()
+            self._apart.discard(link)
+            link.lock.release()
 
     def move_aside(self, damage: DamagedError) -> str | None:
         """Put a damaged file out of the way, so that the next operation makes a new one; return where it is."""
@@ -212,19 +228,24 @@ class Database:
 
     def before_fork(self) -> None:
         """Wait for transactions of other threads and close what can be closed."""
-        for link in {self._writer, self._reader}:
+        self._gate.acquire()
+        for link in {self._writer, self._reader, *self._apart}:
             link.held = link.lock.acquire(timeout=FORK_WAIT_S)
             if link.held and not link.owner and self.path is not None:
                 link.close()
 
     def after_fork_in_parent(self) -> None:
         """Let other threads go on."""
-        for link in {self._writer, self._reader}:
+        for link in {self._writer, self._reader, *self._apart}:
             if link.held:
                 link.lock.release()
+        self._gate.release()
 
     def after_fork_in_child(self) -> None:
         """Start with own connections, or with memory where the parent was inside a transaction."""
+        for link in self._apart:  # those that the fork did not wait for
+            _leak(link.connection)
+        self._begin()
         inherited = [link for link in (self._writer, self._reader) if link.connection is not None]
         if self.path is None and self._writer.held and not self._writer.owner:
             # a database in memory is plain memory: the child has a whole copy

@@ -22,6 +22,10 @@ VERSION = 5
 BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
+OVERTAKEN_S = 1.0
+_OVERTAKEN = frozenset({apsw.SQLITE_IOERR_DELETE_NOENT, apsw.SQLITE_IOERR_SHORT_READ})
+"""For so long, and for what errors, another process may be making the same database just now."""
+
 USED_S = 3.0
 """For so long other processes may have an index of another version open that only look at it."""
 
@@ -167,7 +171,7 @@ def connect(path: str) -> apsw.Connection:
         DamagedError: the file is something else, of another version, or torn.
         apsw.Error: it cannot be opened.
     """
-    deadline = time.monotonic() + BUSY_S
+    began = time.monotonic()
     while True:
         if path != MEMORY:
             _begin(path)
@@ -183,7 +187,7 @@ def connect(path: str) -> apsw.Connection:
             connection.close()
             if full:
                 raise apsw.FullError(str(error)) from error
-            if time.monotonic() > deadline or not (isinstance(error, apsw.BusyError) or _is_overtaken(error)):
+            if time.monotonic() - began > _patience_s(error):
                 raise
             time.sleep(0.01)
         except (apsw.NotADBError, apsw.CorruptError, apsw.SQLError, apsw.ReadOnlyError) as error:
@@ -200,9 +204,11 @@ def connect(path: str) -> apsw.Connection:
             raise
 
 
-def _is_overtaken(error: apsw.IOError) -> bool:
-    """Whether another process removed the journal that this one was to remove: both made one database."""
-    return getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_DELETE_NOENT
+def _patience_s(error: apsw.Error) -> float:
+    """Return how long a database is opened again and again that cannot be opened because of an error."""
+    if isinstance(error, apsw.BusyError):
+        return BUSY_S
+    return OVERTAKEN_S if getattr(error, "extendedresult", 0) in _OVERTAKEN else 0.0
 
 
 def connect_readonly(path: str) -> apsw.Connection:

@@ -105,7 +105,7 @@ class SharedFolder:
             written.append(self._prove(key, draft, view))
 
         self._write(key, lambda path: write_atomic(path, view, prove=prove))
-        self._check_kept(key, written[-1])
+        self._check_kept(key, written[-1], view)
         self._observer("put", key, len(view), time.monotonic() - began)
 
     def create(self, key: str, data: Data) -> bool:
@@ -148,16 +148,18 @@ class SharedFolder:
         except OSError as error:
             raise map_os_error(error, what="look at", path=path) from None
 
-    def _check_kept(self, key: str, written: Identity | None = None) -> None:
-        """Make sure that what was written is in the root, and not where the root is mounted.
+    def _check_kept(self, key: str, written: Identity | None = None, view: Data = b"") -> None:
+        """Make sure that what was written is in the root, or what is the same, and not where the root is mounted.
 
         Raises:
-            StorageError: it is not, or another one was put at once.
+            StorageError: it is not, or something else was put at once.
         """
         self._note(key)
         # the folder is looked at first: a file that was written while the root was away is not there when it is back
         is_same, there = self._place == self._identity(self._folder), self._identity(self._path(key))
-        if self._place is None or (is_same and there is not None and written in (None, there)):
+        if self._place is None:
+            return
+        if is_same and there is not None and (written in (None, there) or read_file(self._path(key)) == view):
             return
         raise StorageError(
             f"{self._path(key)} was written while {self._folder} was away, or another folder in its place: it does not "
