@@ -650,7 +650,7 @@ def away(tmp_path, monkeypatch):
     return during
 
 
-@pytest.mark.parametrize("part", ["token_ids/c", "records/", "zarr.json", "manifests/"])
+@pytest.mark.parametrize("part", ["token_ids/c", "records/", "token_ids/zarr.json", "manifests/"])
 def test_what_was_put_while_the_root_was_away_is_put_again(quiet, tmp_path, away, part):
     with spool.open(quiet) as sp:
         record(sp, "first")
