@@ -46,6 +46,7 @@ class Listing:
         self._where, self._order, self._discarded, self._limit = where, tuple(order), discarded, limit
         self._numbers = array("q")
         self._version: tuple[object, ...] = ()
+        self._generation: object = None
         self._rest_until = 0.0
         self._sort()
 
@@ -74,11 +75,11 @@ class Listing:
         that took: of a million sessions about every ten seconds.
         """
         self._catch_up()
-        version = self._catalog.version
-        if version == self._version or time.monotonic() < self._rest_until:
+        version, before = self._catalog.version, self._numbers
+        is_anew = self._catalog.generation != self._generation
+        if version == self._version or (time.monotonic() < self._rest_until and not is_anew):
             return False
-        before = self._numbers
-        if self._order == ARRIVAL and self._where is None and self._discarded and self._limit is None:
+        if not is_anew and self._order == ARRIVAL and self._where is None and self._discarded and self._limit is None:
             self._version = version
             newer = self._catalog.numbers(None, ARRIVAL, after=before[0] if before else 0)
             self._numbers = newer + before if newer else before
@@ -88,7 +89,7 @@ class Listing:
 
     def _sort(self) -> None:
         began = time.monotonic()
-        self._version = self._catalog.version
+        self._version, self._generation = self._catalog.version, self._catalog.generation
         self._numbers = self._catalog.numbers(self._where, self._order, discarded=self._discarded, limit=self._limit)
         ended = time.monotonic()
         self._rest_until = ended + REST * (ended - began)

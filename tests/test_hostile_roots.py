@@ -20,10 +20,13 @@ from tiers import FIELDS, assert_same, record, wait_for
 import spool
 from spool import publishing
 from spool.errors import SpoolError, StorageError
+from spool.logs.packs import GoneMark
 from spool.model.fields import Schema
 from spool.spiller import turns
+from spool.spiller.collect import bury
 from spool.spiller.evict import evict
 from spool.spiller.keeper import Keeper
+from spool.spiller.mend import unlisted
 from spool.spiller.rollup import OBJECTS_ROLLED
 from spool.spiller.status import read_status
 from spool.stores import shared as shared_module
@@ -769,3 +772,22 @@ def test_an_index_whose_time_lies_ahead_is_read_at_once(tmp_path):
     os.utime(root / "catalog.sqlite", (ahead, ahead))
     with spool.open(str(root), readonly=True) as sp:
         assert [row.session_id for row in sp.sessions()] == ["a"]
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_a_manifest_that_is_lost_is_put_again(quiet, tmp_path, evicted):
+    with spool.open(quiet) as sp:
+        record(sp, "a")
+        sp.flush()
+        sp.spill()
+        (row,) = sp._catalog.packs.rows()
+        if evicted:
+            evict(str(tmp_path / "hot"), sp._catalog, row.stream, row.pack)
+        (path,) = (tmp_path / "cold/manifests").iterdir()
+        before = path.read_bytes()
+        path.unlink()
+        sp.spill()
+        assert path.read_bytes() == before
+        path.unlink()
+        bury(sp._feeds.cold.objects, (row.stream, row.pack), GoneMark(time.time()))
+        assert unlisted(str(tmp_path / "hot"), sp._feeds.cold) == [], "what was deleted is not listed again"

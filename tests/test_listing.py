@@ -175,3 +175,19 @@ def test_tiers_are_those_of_the_packs(tmp_path, monkeypatch):
     with spool.open(f"file://{tmp_path}/cold", readonly=True) as cold:
         assert {row.session_id: row.tier for row in cold.listing().rows(0, 9)} == {"old": "cold", "new": "cold"}
         assert cold.listing().rows(0, 1)[0].stored_bytes > 0
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("order", [("-number",), ("session_id",)])
+def test_a_listing_of_an_index_that_is_made_anew_begins_anew(tmp_path, readonly, order):
+    root = str(tmp_path / "s")
+    with spool.open(root) as sp:
+        for number in range(20):
+            record(sp, f"s{number:02}", n_steps=1)
+    with spool.open(root, readonly=readonly) as sp:
+        listing = sp.listing(order=order)
+        with spool.open(root) as other:
+            other.rebuild()
+        assert listing.refresh()
+        assert sorted(row.session_id for row in listing.rows(0, 50)) == [f"s{number:02}" for number in range(20)]
+        assert len(listing) == 20

@@ -122,6 +122,11 @@ class Catalog:
         return self._database.is_borrowed
 
     @property
+    def generation(self) -> object:
+        """Something that is another one once the numbers of sessions and segments mean others."""
+        return self._run(schema.GENERATION)
+
+    @property
     def epoch(self) -> tuple[int, ...]:
         """A value that changes when the database may be another one (deleted, reset), so that it is fed again."""
         return self._database.epoch
@@ -302,7 +307,7 @@ class Catalog:
             InputError: the filter or the order does not parse; raised by the call, not while iterating.
             StorageError: the index was made anew meanwhile; raised while iterating.
         """
-        generation = self._run(schema.GENERATION)
+        generation = self.generation
         sids = query.session_ids(self._run, where, order, limit)
         return self._paged(sids, query.session_rows, generation)
 
@@ -319,7 +324,7 @@ class Catalog:
             InputError: the filter does not parse; raised by the call, not while iterating.
             StorageError: the index was made anew meanwhile; raised while iterating.
         """
-        generation = self._run(schema.GENERATION)
+        generation = self.generation
         return self._paged(query.segment_ids(self._run, where, view), query.segment_refs, generation)
 
     def _paged(
@@ -328,7 +333,7 @@ class Catalog:
         """Yield what is fetched by number, a page at a time, as long as the numbers mean what they did."""
         for start in range(0, len(numbers), query.PAGE):
             rows = fetch(self._run, numbers[start : start + query.PAGE])
-            if self._run(schema.GENERATION) != generation:
+            if self.generation != generation:
                 raise StorageError(
                     f"the index {self._database.path or 'in memory'} was made anew after {start} of {len(numbers)} "
                     "sessions or segments were listed; list them again"

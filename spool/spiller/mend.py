@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 from spool.catalog import Catalog
@@ -70,6 +70,7 @@ class Mender:
         """
         if not self._started and self._cold is not None:
             mend_markers(self._root, self._cold, self._again)
+            list_again(self._root, self._cold, unlisted(self._root, self._cold))
         if self._cold is not None:
             torn = set(self._cold.damaged())
             mend_manifests(self._root, self._cold, torn - self._seen)
@@ -121,12 +122,7 @@ def mend_markers(root: str, cold: ColdFeeder, again: Callable[[str, int], object
     Raises:
         SpoolError: a root failed.
     """
-    torn = []
-    for stream in stream_names(root):
-        with suppress(FileNotFoundError):
-            packs = list_packs(f"{root}/streams/{stream}/records")
-            spilled = sorted(packs.cold - packs.gone)
-            torn += [(stream, pack) for pack in spilled if not _is_readable(root, stream, pack)]
+    torn = [pack for pack in _spilled(root) if not _is_readable(root, *pack)]
     known = _entries(cold.objects, torn) if torn else {}
     for stream, pack in torn:
         log.warning("%s is torn and is written anew", marker_path(root, stream, pack, "cold"))
@@ -163,18 +159,49 @@ def mend_manifests(root: str, cold: ColdFeeder, torn: Iterable[str]) -> list[Pac
     Raises:
         SpoolError: a root failed.
     """
-    keys = [key for key in torn if key.startswith(MANIFESTS)]
-    named, mended = {None if is_rollup(key) else parse_manifest_key(key) for key in keys}, []
-    for stream in stream_names(root) if named else []:
+    named = {None if is_rollup(key) else parse_manifest_key(key) for key in torn if key.startswith(MANIFESTS)}
+    return list_again(root, cold, [pack for pack in _spilled(root) if None in named or pack in named] if named else [])
+
+
+def unlisted(root: str, cold: ColdFeeder) -> list[Pack]:
+    """Return the packs of a hot root that are in the cold one, and that no manifest lists: their sessions are not seen.
+
+    Raises:
+        SpoolError: a root failed.
+    """
+    listed: set[Pack | None] = set()
+    for info in cold.objects.list(MANIFESTS):
+        packs = cold.packs_in(info.key) if is_rollup(info.key) else (parse_manifest_key(info.key),)
+        if packs is None:
+            return []  # a torn roll-up: see `mend_manifests`
+        listed.update(packs)
+    found = [pack for pack in _spilled(root) if pack not in listed and _is_readable(root, *pack)]
+    gone = cold.tombstones() if found else {}
+    return [pack for pack in found if pack not in gone]
+
+
+def list_again(root: str, cold: ColdFeeder, packs: Iterable[Pack]) -> list[Pack]:
+    """Put manifests of packs that are in both roots, or were; return those that there was enough left of.
+
+    Raises:
+        SpoolError: a root failed.
+    """
+    done = []
+    for stream, pack in packs:
+        entry = read_entry(root, stream, pack)
+        if entry is not None:
+            data = manifest.encode([(entry, _events(root, cold, stream, pack))])
+            cold.objects.put(manifest_key(entry), data)
+            done.append((stream, pack))
+    return done
+
+
+def _spilled(root: str) -> Iterator[Pack]:
+    """Yield the packs whose markers say that they are in the cold root."""
+    for stream in stream_names(root):
         with suppress(FileNotFoundError):
             packs = list_packs(f"{root}/streams/{stream}/records")
-            for pack in sorted(packs.cold - packs.gone):
-                entry = read_entry(root, stream, pack) if None in named or (stream, pack) in named else None
-                if entry is not None:
-                    data = manifest.encode([(entry, _events(root, cold, stream, pack))])
-                    cold.objects.put(manifest_key(entry), data)
-                    mended.append((stream, pack))
-    return mended
+            yield from ((stream, pack) for pack in sorted(packs.cold - packs.gone))
 
 
 def _events(root: str, cold: ColdFeeder, stream: str, pack: int) -> list[bytes]:

@@ -78,7 +78,7 @@ class SharedFolder:
         return self._threads.map(lambda one: self.get_range(*one), wanted)
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes:
-        path, began = self._path(key), time.monotonic()
+        path, began, place = self._path(key), time.monotonic(), self._place_of(key)
         try:
             with open(path, "rb", buffering=0) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -93,7 +93,7 @@ class SharedFolder:
                 f"at {size}; it was cut, restore it from elsewhere",
                 key=key, range=[start, end], got=len(data), expected=end - start,
             )  # fmt: skip
-        self._note(key)
+        self._note(key, place)
         self._observer("get", key, len(data), time.monotonic() - began)
         return data
 
@@ -105,13 +105,14 @@ class SharedFolder:
             written.append(self._prove(key, draft, view))
 
         self._write(key, lambda path: write_atomic(path, view, prove=prove))
-        self._check_kept(key, written[-1], view)
+        self._check_kept(key, written[-1])
         self._observer("put", key, len(view), time.monotonic() - began)
 
     def create(self, key: str, data: Data) -> bool:
         """Put a file unless one is there; see `Objects.create`."""
-        began, whole = time.monotonic(), bytes(data)
+        began, whole, place = time.monotonic(), bytes(data), self._place_of(key)
         made = self._write(key, lambda path: create_atomic(path, whole), root="/" not in key)
+        self._note(key, place)
         self._check_kept(key)
         self._observer("put", key, len(whole) * made, time.monotonic() - began)
         return made
@@ -137,10 +138,13 @@ class SharedFolder:
                 raise self._error(error, "write", key) from None
         raise AssertionError("the last try returns or raises")
 
-    def _note(self, key: str) -> None:
-        """Take the folder that is there now for the root, as one of the objects at its top was just there."""
-        if "/" not in key:
-            self._place = self._identity(self._folder)
+    def _place_of(self, key: str) -> Identity | None:
+        return None if "/" in key else self._identity(self._folder)
+
+    def _note(self, key: str, place: Identity | None) -> None:
+        """Take the folder for the root that an object at its top was in: it was there before and is after."""
+        if place is not None and place == self._place_of(key):
+            self._place = place
 
     def _identity(self, path: str) -> Identity | None:
         try:
@@ -148,18 +152,17 @@ class SharedFolder:
         except OSError as error:
             raise map_os_error(error, what="look at", path=path) from None
 
-    def _check_kept(self, key: str, written: Identity | None = None, view: Data = b"") -> None:
-        """Make sure that what was written is in the root, or what is the same, and not where the root is mounted.
+    def _check_kept(self, key: str, folder: Identity | None = None) -> None:
+        """Make sure that what was written, in ``folder``, is in the root, and not where the root is mounted.
 
         Raises:
-            StorageError: it is not, or something else was put at once.
+            StorageError: it is not.
         """
-        self._note(key)
-        # the folder is looked at first: a file that was written while the root was away is not there when it is back
-        is_same, there = self._place == self._identity(self._folder), self._identity(self._path(key))
         if self._place is None:
             return
-        if is_same and there is not None and (written in (None, there) or read_file(self._path(key)) == view):
+        # the root is looked at first: a file that was written while it was away is not there when it is back
+        path, is_same = self._path(key), self._place == self._identity(self._folder)
+        if is_same and self._identity(path) and folder in (None, self._identity(os.path.dirname(path))):
             return
         raise StorageError(
             f"{self._path(key)} was written while {self._folder} was away, or another folder in its place: it does not "
@@ -168,15 +171,16 @@ class SharedFolder:
         )
 
     def _prove(self, key: str, draft: str, view: memoryview) -> Identity:
-        """Read back what was written, its size or all of it, before it gets its name; return which file it is."""
-        found = os.stat(draft)
-        got = found.st_size
+        """Read back what was written, its size or all of it, before it gets its name; return which folder it is in."""
+        got, folder = os.stat(draft).st_size, self._identity(os.path.dirname(draft))
         if got != len(view) or (self._verify == "always" and read_file(draft) != view):
             raise IntegrityError(
                 f"{self.url}/{key}: what was written did not read back equal; it was removed. Check the file system",
                 key=key, got=got, expected=len(view),
             )  # fmt: skip
-        return found.st_dev, found.st_ino
+        if folder is None:
+            raise FileNotFoundError(draft)
+        return folder
 
     def _make_folder(self, path: str, *, root: bool) -> None:
         """Make a folder and those above it, each name durable; the root's own only where that is asked for.
