@@ -41,7 +41,7 @@ def parts(value):
     return [as_numpy(part) for part in value]
 
 
-def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="consecutive"):
+def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="consecutive", told=None):
     """Return tokens, mask, logprobs, routing and versions of one reference, rule by rule, in plain loops."""
     names = ["token_ids", "loss_mask", "logprobs", "routed_experts"]
     known = names if "routed_experts" in ref.extents else names[:3]
@@ -51,7 +51,7 @@ def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="
     mask, versions = read["loss_mask"].tolist(), [-1] * ref.n_tokens
     for span in ref.versions:
         for token in range(span.start, span.stop):
-            versions[token] = int(span.version)
+            versions[token] = told.index(span.version) if told else int(span.version)
     newest = max((each for each in versions), default=-1)
     for token, each in enumerate(versions):
         if newest >= 0 and mask_versions == "last" and each != newest:
@@ -107,17 +107,18 @@ def record_turns(sp, drawn, first):
     sessions=st.lists(turns, min_size=1, max_size=3),
     layout=st.sampled_from(["slime", "miles", "verl", "nested", "packed"]),
     target=st.sampled_from([{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}]),
-    mask_versions=st.sampled_from(["all", "last", 0, 4]),
+    mask_versions=st.sampled_from(["all", "last", 0, 1, 4]),
     cuts=st.lists(st.integers(0, 30), min_size=3, max_size=3),
+    told=st.none() | st.permutations(["3", "7", "11"]),
 )
-def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, target, mask_versions, cuts):
-    sp = shared_sp
+def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, target, mask_versions, cuts, told):
+    sp, current = shared_sp, 2 if told else 11
     refs = [ref for i, drawn in enumerate(sessions) for ref in record_turns(sp, drawn, 10_000 * i)]
     refs = [ref.head(max(ref.n_tokens - cut, 0)) for ref, cut in zip(refs, cuts, strict=False)]
     lacking = "minus one" if layout == "miles" else "consecutive"
-    expected = [plain(sp, ref, "mask", mask_versions, 11, lacking) for ref in refs]
+    expected = [plain(sp, ref, "mask", mask_versions, current, lacking, told) for ref in refs]
     fields = ["token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions", "staleness"]
-    options = {"missing": "mask", "mask_versions": mask_versions, "version": 11, "fields": fields}
+    options = {"missing": "mask", "mask_versions": mask_versions, "version": told or 11, "fields": fields}
     batch = restore(sp, refs, layout, experts=SHAPE, **target, **options)
     if layout == "packed":
         check_packed(batch, refs, expected)
@@ -130,7 +131,7 @@ def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, t
             assert_array_equal(value, wanted)
             assert value.shape == wanted.shape
         assert_array_equal(parts(batch["weight_versions"])[i], versions[start:])
-        assert_array_equal(parts(batch["staleness"])[i], np.where(versions < 0, 0, 11 - versions)[start:])
+        assert_array_equal(parts(batch["staleness"])[i], np.where(versions < 0, 0, current - versions)[start:])
         assert got[0].dtype == np.int64
         assert got[3].dtype == (np.uint8 if layout == "verl" else np.int32)
     assert batch["response_lengths"] == [ref.response_length for ref in refs]
@@ -792,6 +793,9 @@ def test_tokens_and_segments_by_the_age_of_their_weights(sp):
     assert masks(mask_versions="last") == [[0, 0, 1], [1], [1, 1]]
     assert masks(mask_versions=2, version=11) == [[1, 1, 1], [0], [1, 1]]
     assert masks(mask_versions=0, version=10) == [[0, 0, 1], [0], [1, 1]]
+    assert masks(mask_versions="last", version=["7", "10", "9"]) == [[1, 1, 0], [1], [1, 1]]
+    assert masks(mask_versions=0, version=["7", "10", "9"]) == [[1, 1, 0], [0], [1, 1]]
+    assert restore(sp, refs, fields=[], version=["10", "9", "7"], max_staleness=1)["kept"] == [1, 2]
     assert restore(sp, refs, fields=[], version=11, max_staleness=2)["kept"] == [0, 2]
     assert restore(sp, refs, fields=[], version=11, max_staleness=1)["kept"] == [2]
 
