@@ -26,7 +26,7 @@ import spool
 from spool import train
 from spool.errors import CapacityError, ConfigError, GapError, InputError, NotFoundError, RankError
 from spool.model.fields import FieldSpec
-from spool.train import Mesh, Place, plan
+from spool.train import Item, Mesh, Place, plan
 from spool.train.delivery import memory
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
@@ -64,10 +64,10 @@ def recorded(tmp_path_factory):
 # -- what a share holds ------------------------------------------------------------------------------------------------
 
 
-def filled(sp, planned, refs, place, **options):
+def filled(sp, planned, refs, place, version="10", **options):
     """Return the arrays of each share of a rank, read without a feed."""
     wanted = Settings(uri="", n_ranks=1, **options)
-    prepared = prepare(sp, work_of(planned, place, 0, refs, "10"), wanted)
+    prepared = prepare(sp, work_of(planned, place, 0, refs, version), wanted)
     found = []
     for number, arrangement in enumerate(prepared.arrangements):
         memory_of_it = bytearray(b"\xaa" * arrangement.n_bytes)
@@ -190,13 +190,15 @@ def test_routing_is_that_of_the_lazy_form(recorded):
 
 def test_old_weights_and_missing_rows_do_not_train(recorded):
     sp, refs = recorded
-    own, mesh = [refs[0], refs[7]], Mesh()
+    s = session(sp, None)
+    s.append(prompt_token_ids=[1], response_token_ids=[2, 3, 4], weight_version=[("9", 0, 2), ("7", 2, 3)])
+    own, mesh = [refs[0], refs[7], *s.finalize()], Mesh()
     planned = plan(own, mesh, n_micro=1)
     (share,) = planned.rank(0).shares
-    for rule in ("all", "last", 1):
-        (arrays,) = filled(sp, planned, own, Place(), fields=ALL, missing="mask", mask_versions=rule)
+    for rule, version in product(("all", "last", 0, 1), ("10", ["9", "7"], ["7", "9"])):
+        (arrays,) = filled(sp, planned, own, Place(), version, fields=ALL, missing="mask", mask_versions=rule)
         want = train.restore(
-            sp, own, "nested", version="10", missing="mask", mask_versions=rule, fields=list(ALL)
+            sp, own, "nested", version=version, missing="mask", mask_versions=rule, fields=list(ALL)
         )["loss_mask"]  # fmt: skip
         for number, item in enumerate(share.items):
             begin = int(share.cu_seqlens_padded[number])
@@ -646,7 +648,7 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
         planned = plan(refs, Mesh(), n_micro=1)
         with pytest.raises(InputError, match="the plan is of 6 sequences, and refs= has 5"):
             feed.submit(planned, refs[:5])
-        with pytest.raises(InputError, match="entry 0 of refs has 14 rows, and was planned with 9"):
+        with pytest.raises(InputError, match=r"entry 0 of refs, .* has 14 rows of 14 tokens, and was planned with 9"):
             feed.submit(planned, [refs[1], refs[0], *refs[2:]])
         feed.submit(planned, refs)
         feed.finish()
@@ -655,6 +657,28 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
         assert len([micro.number for micro in feed]) == 1
     with pytest.raises(InputError, match="closed"):
         feed.submit(planned, refs)
+
+
+def test_references_whose_units_are_not_the_planned_ones_are_refused_on_every_rank(open_spool):
+    sp = open_spool()
+    refs = [with_unit(sp, at=2)[0], with_unit(sp, at=4)[0]]
+    assert refs[0].n_rows == refs[1].n_rows and refs[0].n_tokens == refs[1].n_tokens
+    mesh = Mesh(cp=2)
+    planned = plan(refs, mesh, n_micro=1)
+    of_lengths = plan([ref.n_rows for ref in refs], mesh, n_micro=1)
+    fewer = plan([Item(8, ((2, 3), (3, 2))), refs[1]], mesh, n_micro=1)
+    for rank in range(mesh.size):
+        with train.connect(sp.config.uri, mesh, rank, framework="numpy") as feed:
+            for wrong, given, words in [
+                (planned, refs[::-1], "unit 0 being 4 rows at token 4, .* unit 0 being 4 rows at token 2: pass"),
+                (planned, [refs[0], refs[0]], "entry 1 of refs, .* at token 2, and was planned with .* at token 4"),
+                (of_lengths, refs, "11 rows of 8 tokens, unit 0 .*, and was planned with 11 rows of 11 tokens and 0"),
+                (fewer, refs, "unit 0 being 4 rows at token 2, and was planned with .* unit 0 being 3 rows at token 2"),
+            ]:
+                with pytest.raises(InputError, match=words) as caught:
+                    feed.submit(wrong, given)
+                assert "at token" in caught.value.details["got"]
+            feed.submit(planned, [None, refs[1]])
 
 
 @pytest.mark.parametrize(
