@@ -515,7 +515,7 @@ def test_a_head_keeps_what_is_trained_and_what_is_cleared(sp):
     assert second.head(5).trainable_tokens == restore(sp, second.head(5))["loss_masks"][0].sum() == 0
     part = first.head(7)
     assert restore(sp, part)["loss_masks"][0].tolist() == [1, 1, 0, 0]
-    assert part.spans[-1].n_cleared == 1
+    assert (part.spans[-1].n_cleared, part.trainable_tokens) == (0, 3)  # at most
     assert [(v.version, v.start, v.stop) for v in part.versions] == [("1", 3, 5), ("2", 6, 7)]
     assert part.version_span == ("1", "2")
 

@@ -91,7 +91,7 @@ def restore(
         mask_versions: tokens of ``all`` weights train, those of a segment's ``last`` ones, or those that are at most so
             many versions behind ``version``.
         drop: segments to leave out, by outcome, or as ``superseded``, ``nonfinite`` (log probabilities) or
-            ``untrained``.
+            ``untrained``: those of which no token can train (``trainable_tokens`` is 0).
         max_staleness: segments to leave out too: whose oldest weights are further behind ``version``.
         lazy: routing is a `LazyRouting` that reads a layer when asked.
         verify: as in `Spool.read`.
