@@ -222,6 +222,17 @@ def test_positions_count_from_the_beginning_of_the_share(open_spool):
         filled(sp, plan(refs, Mesh(cp=2), n_micro=1), refs, Place(), fields=("parent",))
 
 
+def test_a_field_that_is_positions_in_some_references_only_is_refused_on_all_that_have_both(open_spool):
+    sp, refs = open_spool(), []
+    for rebased in (True, False):
+        s = sp.session(None, fields=[FieldSpec(name="links", dtype="int32", align="token", positions=rebased)])
+        s.append(prompt_token_ids=[1], response_token_ids=[2], fields={"links": np.arange(2, dtype=np.int32)})
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        with pytest.raises(InputError, match=r"links has positions .* in batches of their own"):
+            filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), fields=("links",))
+
+
 def test_a_failed_sample_is_padding(recorded):
     sp, refs = recorded
     own, lengths = [refs[0], None], [refs[0], 12]

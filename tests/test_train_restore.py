@@ -290,8 +290,24 @@ def test_references_of_different_models_are_refused(sp):
         s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=np.full((1, n_layers, 1), 3))
         refs += s.finalize()
     for options in ({}, {"layout": "packed"}, {"lazy": True}):
-        with pytest.raises(spool.InputError, match=r"routed_experts is .* in one reference and .* in another"):
+        with pytest.raises(spool.InputError, match=r"has rows of \(2, 1\) in 2@lineage/0 and rows of \(3, 1\) in 3@"):
             restore(sp, refs, **options)
+
+
+def test_a_field_that_is_positions_in_some_references_only_is_refused_where_it_would_be_packed(sp):
+    refs = []
+    for rebased in (False, True):
+        links = spool.FieldSpec(name="links", dtype="int32", align="token", positions=rebased)
+        s = sp.session(None, fields=[links])
+        s.append(prompt_token_ids=[1, 2], response_token_ids=[3], fields={"links": np.arange(3, dtype=np.int32)})
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        said = f"links has positions {chosen is not refs} in {chosen[0].id} and positions {chosen is refs} in "
+        with pytest.raises(spool.InputError, match=said):
+            restore(sp, chosen, "packed")
+        assert [part.tolist() for part in restore(sp, chosen, "nested")["links"]] == [[0, 1, 2]] * 2
+    assert restore(sp, refs[:1] * 2, "packed")["links"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert restore(sp, refs[1:] * 2, "packed")["links"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_narrow_bytes_are_what_travels_to_a_device(sp, monkeypatch):

@@ -197,7 +197,8 @@ class LazyRouting:
         """Return what of the routing is missing, for each sample; learn what it looks like."""
         refs = [ref for ref in self._refs if ref is not None]
         found = [covers.get(ROUTED_EXPERTS) for covers in covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
-        spec = agreed([cover.spec for cover in found if cover is not None]) or experts
+        known = [(ref, cover.spec) for ref, cover in zip(refs, found, strict=True) if cover is not None]
+        spec = agreed(known, packed=True) or experts
         if spec is None or not gaps.has_experts(spec):
             raise InputError("no reference says what the routing looks like; pass experts=")
         self._spec: FieldSpec = spec
@@ -205,8 +206,8 @@ class LazyRouting:
         for ref, cover in zip(refs, found, strict=True):
             if cover is not None:
                 gaps.check_gaps(ref, cover, missing)
-        known = iter(found)
-        return [None if ref is None else next(known) for ref in self._refs]
+        covers = iter(found)
+        return [None if ref is None else next(covers) for ref in self._refs]
 
     def layer(self, layer: int) -> RoutedLayer:
         """Return what stands for the routing of an absolute layer; nothing is read.
