@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from spool.errors import CapacityError, ConfigError, GapError, InputError, NotFo
 from spool.model.fields import FieldSpec
 from spool.train import Item, Mesh, Place, plan
 from spool.train.delivery import memory
+from spool.train.delivery.arriving import Arriving, Staged
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
 from spool.train.delivery.join import digest_of
@@ -482,6 +484,66 @@ def test_mini_batches_arrive_while_earlier_ones_train(open_spool):
     assert {ref.session_id for _, _, own in found[0] for ref in own} == {ref.session_id for ref in refs}
 
 
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=8),
+    ahead=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+)
+def test_mini_batches_of_nothing_have_their_turn_whenever_they_are_planned(sizes, ahead):
+    arriving, come, told = Arriving(), [], 0
+    works = [SimpleNamespace(shares=(None,) * n) for n in sizes]
+    lookahead = iter(ahead)
+    for number, n in enumerate(sizes):
+        while told < min(number + 1 + next(lookahead), len(works)) or told <= number:
+            come += arriving.planned(told, works[told])
+            told += 1
+        for micro in range(n):
+            ready = SimpleNamespace(mini_batch=number, number=micro)
+            come += arriving.came(Staged(ready, arriving.work(number), dict))
+    each = [each.ready.number if isinstance(each, Staged) else None for each in come]
+    assert each == [at for n in sizes for at in (range(n) if n else [None])]
+
+
+@pytest.mark.parametrize("fields", [["token_ids", "loss_mask"], ["token_ids", "routed_experts"]])
+def test_a_mini_batch_of_no_micro_batches_ends_at_once_on_all_ranks(open_spool, fields):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    sizes = [0, 2, 0, 0, 3, 0]
+    plans = [plan(refs[:n], mesh, max_tokens=32, mini_batch=number) for number, n in enumerate(sizes)]
+    assert [each.n_micro > 0 for each in plans] == [n > 0 for n in sizes]
+
+    def submit(feed, number):
+        feed.submit(plans[number], refs[: sizes[number]], version=["7"])
+
+    def one_by_one(feed, rank):
+        found = []
+        for number in range(len(sizes)):
+            if rank == 0:
+                submit(feed, number)
+            found.append([(micro.plan.mini_batch, micro.number) for micro in feed.mini_batch()])
+        if rank == 0:
+            feed.finish()
+        return found, list(feed.mini_batch())
+
+    def ahead(feed, rank):
+        for number in range(len(sizes)):
+            submit(feed, number)
+        feed.finish()
+        found = [[(micro.plan.mini_batch, micro.number) for micro in feed.mini_batch()] for _ in sizes]
+        return found, list(feed.mini_batch())
+
+    def in_a_row(feed, rank):
+        for number in range(len(sizes)):
+            submit(feed, number)
+        feed.finish()
+        return [(micro.plan.mini_batch, micro.number) for micro in feed]
+
+    want = [[(number, micro) for micro in range(each.n_micro)] for number, each in enumerate(plans)]
+    for consume in (one_by_one, ahead):
+        assert ranks(sp.config.uri, mesh, consume, fields=fields, timeout_s=20) == [(want, [])] * 2
+    row = [each for mini in want for each in mini]
+    assert ranks(sp.config.uri, mesh, in_a_row, fields=fields, timeout_s=20) == [row] * 2
+
+
 def test_a_mini_batch_with_nothing_in_it(open_spool):
     sp = open_spool()
     refs, mesh = record(sp), Mesh(cp=2)
@@ -876,7 +938,7 @@ def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_s
         feed.finish()
         for _ in feed:
             pass
-        return len(feed._works)
+        return len(feed._arriving._works)
 
     assert ranks(sp.config.uri, Mesh(), consume) == [0]
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from itertools import count
@@ -189,11 +189,15 @@ class Reorganiser:
             if work is None:
                 self._group.end()
                 return
-            prepared = prepare(spool, _decode(work), self._settings, self._room, self._recent)
-            for micro in range(len(prepared.arrangements)):
-                self._group.wait_for_room()
-                self._recent.append(prepared.arrangements[micro].n_bytes)
-                self._make(spool, prepared, next(serials), number, micro)
+            if (mini_batch := _decode(work)).shares:  # of none nobody can say what its fields are
+                self._make_all(spool, mini_batch, number, serials)
+
+    def _make_all(self, spool: Spool, work: Work, number: int, serials: Iterator[int]) -> None:
+        prepared = prepare(spool, work, self._settings, self._room, self._recent)
+        for micro in range(len(prepared.arrangements)):
+            self._group.wait_for_room()
+            self._recent.append(prepared.arrangements[micro].n_bytes)
+            self._make(spool, prepared, next(serials), number, micro)
 
     def _make(self, spool: Spool, prepared: Prepared, serial: int, mini_batch: int, number: int) -> None:
         (arrays, n_bytes), before = prepared.arrangements[number], self._fetched_bytes
