@@ -454,6 +454,25 @@ def test_positions_do_not_wrap_when_they_are_rebased(sp):
 
 
 @pytest.mark.parametrize("layout", ["slime", "nested", "packed"])
+def test_a_late_array_of_an_empty_response_alone_and_among_others(sp, layout):
+    refs = []
+    for n in (0, 2):
+        s = session(sp, None)
+        add(s, counting(3), counting(n, 50))
+        refs += s.finalize()
+        sp.attach(refs[-1], align="response", advantages=np.arange(1, n + 1, dtype=np.float32))
+    fresh = {ref.session_id: ref for ref in sp.segments()}
+    for none, two in (refs, [fresh[ref.session_id] for ref in refs]):
+        for chosen, wanted in (([none], [[]]), ([two, none], [[1, 2], []]), ([none, none, two], [[], [], [1, 2]])):
+            got = restore(sp, chosen, layout, fields=["advantages"])["advantages"]
+            if layout == "packed":
+                wanted = [x for own in wanted for x in (0, 0, 0, *own)]
+                assert got.dtype == np.float32 and got.tolist() == wanted
+            else:
+                assert [part.tolist() for part in got] == wanted
+
+
+@pytest.mark.parametrize("layout", ["slime", "nested", "packed"])
 def test_late_arrays_by_name_also_of_a_head(sp, layout):
     s = session(sp)
     add(s, counting(5), counting(4, 50))
