@@ -555,6 +555,23 @@ def test_a_head_keeps_what_is_trained_and_what_is_cleared(sp):
     assert part.version_span == ("1", "2")
 
 
+@pytest.mark.parametrize("layout", ["nested", "packed"])
+def test_a_head_of_nothing_with_inline_layers_beside_a_segment_without_rows_of_them(sp, layout):
+    layered = spool.FieldSpec(name="layered", dtype="uint16", align="forward", shape=(3, 2), num_layers=3)
+    refs = []
+    for n in (4, 1):
+        s = sp.session(None, fields=[layered])
+        rows = np.ones((n - 1, 3, 2), np.uint16)
+        s.append(prompt_token_ids=counting(n), response_token_ids=[], fields={"layered": rows})
+        refs += s.finalize(inline=["layered"])
+    chosen = [refs[0].head(0, [layered]), refs[1]]
+    for rank in (RankSlice(layers=slice(1, 3)), RankSlice(cp_size=2, split="contiguous")):
+        got = restore(sp, chosen, layout, fields=["layered"], rank_slice=rank)["layered"]
+        n_layers = 3 if rank.layers is None else 2
+        shapes = [part.shape for part in got] if layout == "nested" else [got.shape]
+        assert shapes == ([(0, n_layers, 2)] * 2 if layout == "nested" else [(1, n_layers, 2)])
+
+
 def test_a_head_of_inline_payload(sp):
     s = sp.session("s", experts=SHAPE, fields=SPECS[:1])
     add(s, counting(4), counting(3, 50), fields={"value": np.arange(7)})

@@ -64,10 +64,9 @@ class Lookup:
         return self._streams.field(name, extents) if extents else self._unstored(ref, name)
 
     def _unstored(self, ref: Ref, name: str) -> FieldView | None:
-        for stream in {other[0].stream for other in ref.extents.values() if other}:
-            view = self._streams.fields(stream).get(name)
-            if view is not None:
-                return view
+        view = self._declared(ref, name)
+        if view is not None:
+            return view
         if name not in self._elsewhere:
             told = _BUILT_IN.get(name) or self._late.get(name)
             self._elsewhere[name] = next(filter(None, self._of_others(name)), told)
@@ -78,6 +77,15 @@ class Lookup:
             extents = extents_of(ref, name)
             if extents:
                 yield self._streams.field(name, extents[:1])
+        yield from filter(None, (self._declared(ref, name) for ref in self._refs))
+
+    def _declared(self, ref: Ref, name: str) -> FieldView | None:
+        """Return what the streams of a reference's other fields say that a field is."""
+        for stream in dict.fromkeys(other[0].stream for other in ref.extents.values() if other):
+            view = self._streams.fields(stream).get(name)
+            if view is not None:
+                return view
+        return None
 
     def select(self, ref: Ref, name: str, ranges: Sequence[Range], *, sparse: bool) -> Selection | None:
         """Return the rows of ``name`` for the token ``ranges``; None where no one knows it and nothing is missing.
