@@ -6,6 +6,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from kit import add, counting, session
 from training import N_EXPERTS, N_LAYERS, TOPK, plain_ids, with_gap, with_unit
 
 import spool
-from spool import train
+from spool import observe, train
 from spool.errors import CapacityError, ConfigError, GapError, InputError, NotFoundError, RankError
 from spool.model.fields import FieldSpec
 from spool.train import Item, Mesh, Place, plan
@@ -914,6 +915,19 @@ def test_the_reader_says_that_it_lives_and_what_it_waits_for():
     assert len(second.link.sent) == n_sent
 
 
+def test_requests_that_fail_are_in_the_pulse_until_a_read_succeeds():
+    reader = Reorganiser(None, None, Settings(uri="", n_ranks=1))
+    rank = Rank(0, 7, Ends())
+    reader._group.join(rank)
+    for event, trouble in (
+        (observe.Retried("streams/s/token_ids/c/0"), "requests to the cold root fail .* streams/s/token_ids/c/0"),
+        (observe.Read(1, {"cold": 1}, 0.1), "^$"),
+    ):
+        reader._observe(event)
+        reader._group.pulse(reader._trouble)
+        assert re.search(trouble, rank.link.sent[-1].trouble)
+
+
 def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_spool):
     group = Group(2, 2)
     first, second = (Rank(tp, tp, Ends()) for tp in range(2))
@@ -1008,7 +1022,7 @@ def test_nothing_has_a_name_in_shared_memory(open_spool):
 
 RANK = """
 import sys, time
-from spool import train
+from spool import observe, train
 from spool.train import Mesh
 import pickle
 uri, path, rank, how = sys.argv[1:]

@@ -285,7 +285,7 @@ class Feed:
         if isinstance(message, Welcome):
             self._waiting.reader = message.pid
         elif isinstance(message, Pulse):
-            self._waiting.pulse(message.waits_for)
+            self._waiting.pulse(message.waits_for, message.trouble)
         elif isinstance(message, Planned):
             work = _decode(message.work)
             self._waiting.planned(time.monotonic(), len(work.shares))

@@ -16,7 +16,7 @@ import msgspec
 from spool.errors import RankError, SpoolError
 from spool.handle import Spool
 from spool.handle import open as open_spool
-from spool.observe import Read
+from spool.observe import Read, Retried
 from spool.train.delivery.filling import Prepared, fill, prepare
 from spool.train.delivery.group import Group, Over, Rank
 from spool.train.delivery.memory import Room, ran_out
@@ -43,6 +43,7 @@ class Reorganiser:
         self._listener, self._memory, self._settings = listener, memory, settings
         self._group = Group(settings.n_ranks, settings.depth)
         self._fetched_bytes = 0
+        self._trouble = ""
         self._recent: deque[int] = deque(maxlen=settings.depth - 1)
 
     def run(self) -> bool:
@@ -59,7 +60,7 @@ class Reorganiser:
 
     def _pulse(self, ended: threading.Event) -> None:
         while not ended.wait(PULSE_S):
-            self._group.pulse()
+            self._group.pulse(self._trouble)
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return ``work`` such that whatever is wrong with it reaches the ranks."""
@@ -214,3 +215,6 @@ class Reorganiser:
     def _observe(self, event: object) -> None:
         if isinstance(event, Read):
             self._fetched_bytes += sum(event.fetched_bytes.values())
+            self._trouble = ""
+        elif isinstance(event, Retried):
+            self._trouble = f"requests to the cold root fail and are tried again, the last one for {event.key}"
