@@ -1006,6 +1006,14 @@ def test_a_rank_that_may_open_no_more_files_says_so():
     os.close(fd)
 
 
+def test_a_rank_that_may_start_no_more_threads_says_so(spool_uri):
+    def joined(digest, wanted):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(CapacityError, match=r"this rank ran out of memory: can't start new thread.*ulimit -v, -u"):
+        train.connect(spool_uri, Mesh(), 0, framework="numpy", joined=joined)
+
+
 def test_nothing_has_a_name_in_shared_memory(open_spool):
     sp = open_spool()
     refs = record(sp)
