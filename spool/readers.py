@@ -16,12 +16,12 @@ from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
 from spool.logs.packs import GoneMark, parse_tombstone, read_gone
-from spool.model.fields import BUILT_IN, Schema
+from spool.model.fields import BUILT_IN, FieldSpec, Schema
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef
 from spool.observe import Observer
 from spool.read.cold import ColdTier
 from spool.read.hot import HotTier
-from spool.read.lookup import Selection
+from spool.read.lookup import Selection, extents_of
 from spool.read.reader import ByteRange, Reader
 from spool.read.sample import Coverage, Sample
 from spool.read.select import Tokens
@@ -82,7 +82,7 @@ class Readers:
         verify: Literal["whole", "always", "never"],
     ) -> list[Sample]:
         """See `Spool.read`; all references are of one spool."""
-        refs = self.with_attached(refs, fields)
+        refs, late = self._with_attached(refs, fields)
         reader = self._of_all(refs)
         with Watch(self._observer) as watch:
             try:
@@ -96,6 +96,7 @@ class Readers:
                     missing=missing,
                     verify=verify,
                     seen=watch.seen,
+                    late=late,
                 )
             except (ReleasedError, IntegrityError) as error:
                 raise _naming_reference(error, refs) from error
@@ -104,19 +105,20 @@ class Readers:
         self, ref: Ref, *, fields: Sequence[str] | None, tokens: Tokens, layers: slice | None
     ) -> list[ByteRange]:
         """See `Spool.locate`."""
-        (whole,) = self.with_attached([ref], fields)
+        (whole,), late = self._with_attached([ref], fields)
         self._look(whole)
-        return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers)
+        return self._of(whole).locate(whole, fields=fields, tokens=tokens, layers=layers, late=late)
 
     def coverage(self, refs: Sequence[Ref], fields: Sequence[str] | None) -> list[dict[str, Coverage]]:
         """See `Spool.coverage`; all references are of one spool."""
-        refs = self.with_attached(refs, fields)
-        return self._of_all(refs).coverage(refs, fields)
+        refs, late = self._with_attached(refs, fields)
+        return self._of_all(refs).coverage(refs, fields, late=late)
 
     def select(self, ref: Ref, name: str) -> Selection | None:
         """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
-        self._look(ref)
-        return self._of(ref).select(ref, name)
+        (whole,), late = self._with_attached([ref], [name])
+        self._look(whole)
+        return self._of(whole).select(whole, name, late=late)
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream of this spool."""
@@ -139,28 +141,33 @@ class Readers:
         for reader in self._readers.values():
             reader.close()
 
-    def with_attached(self, refs: Sequence[Ref], fields: Sequence[str] | None) -> list[Ref]:
-        """Return the references with the extents of late arrays among ``fields`` that they do not carry."""
-        found = list(refs)
-        if fields is None or BUILT_IN.issuperset(fields):
-            return found
+    def _with_attached(
+        self, refs: Sequence[Ref], fields: Sequence[str] | None
+    ) -> tuple[list[Ref], dict[str, FieldSpec]]:
+        """Return references with the extents of late arrays among ``fields``, and what such arrays are.
+
+        Of an array without rows no stream says that: one of a segment whose response is empty.
+        """
+        found: list[Ref] = list(refs)
+        specs: dict[str, FieldSpec] = {}
         lacking = [i for i, ref in enumerate(found) if self._may_have_more(ref, fields)]
         if lacking:
             self._feeds.catch_up()
         for i in lacking:
-            found[i] = self._with_late(found[i])
-        return found
+            found[i] = self._with_late(found[i], specs)
+        return found, specs
 
-    def _may_have_more(self, ref: Ref, fields: Sequence[str]) -> bool:
-        own = isinstance(ref, StepRef | SegmentRef) and ref.spool_id == self._spool_id
-        return own and not all(_carries(ref, name) for name in fields)
+    def _may_have_more(self, ref: Ref, fields: Sequence[str] | None) -> bool:
+        lacks = not all(ref.extents.values()) if fields is None else not all(_carries(ref, name) for name in fields)
+        return lacks and isinstance(ref, StepRef | SegmentRef) and ref.spool_id == self._spool_id
 
-    def _with_late(self, ref: Ref) -> Ref:
+    def _with_late(self, ref: Ref, specs: dict[str, FieldSpec]) -> Ref:
         assert isinstance(ref, StepRef | SegmentRef)
         late: dict[str, tuple[Extent, ...]] = {}
         for attached in self._catalog.attachments(ref.session_id):
             if attached.target == ref.key:
                 late.update(attached.extents)
+                specs[attached.field.name] = attached.field
         return msgspec.structs.replace(ref, extents={**ref.extents, **late}) if late else ref
 
     def _of_all(self, refs: Sequence[Ref]) -> Reader:
@@ -269,7 +276,7 @@ def _deletion(gone: GoneMark | None) -> Deletion | None:
 
 
 def _carries(ref: Ref, name: str) -> bool:
-    return name in ref.extents or name in BUILT_IN or name in ref.inline or f"{name}.offsets" in ref.extents
+    return name in BUILT_IN or name in ref.inline or bool(extents_of(ref, name))
 
 
 def _inline(name: str, value: Any) -> Inline:

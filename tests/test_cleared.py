@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import add, routing, session
 
 import spool
 from spool.errors import IntegrityError
 from spool.formats.masks import cleared_before, pack_cleared
+from spool.train import restore, select
 
 
 def ones(sp, refs):
@@ -82,3 +83,24 @@ def test_a_session_that_is_gone_on_with_knows_its_masks(open_spool, spool_uri):
     add(s, [1, 2, 3, 4], [5])
     (segment,) = s.finalize()
     assert [segment.trainable_tokens] == ones(sp, [segment]) == [2]
+
+
+@settings(max_examples=60)
+@given(
+    masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 24), min_size=1, max_size=3),
+)
+def test_a_head_that_trains_something_is_never_dropped_as_untrained(shared_sp, masks, cuts):
+    s, tokens = session(shared_sp, None), [1, 2]
+    for mask in masks:
+        add(s, tokens, response := [*range(len(tokens), len(tokens) + len(mask))], loss_mask=mask)
+        tokens = [*tokens, *response]
+    (ref,) = s.view(trailing="keep")
+    exact = {0, *(span.start for span in ref.spans), *(span.stop for span in ref.spans)}
+    for cut in sorted({min(cut, ref.n_tokens) for cut in cuts}, reverse=True):
+        ref = ref.head(cut)
+        (n_ones,) = ones(shared_sp, [ref])
+        assert ref.trainable_tokens >= n_ones
+        assert ref.trainable_tokens == n_ones or cut not in exact
+        kept = restore(shared_sp, [ref], fields=[], drop=["untrained"])["kept"]
+        assert len(select([ref], drop=["untrained"])) == len(kept) == (ref.trainable_tokens > 0)

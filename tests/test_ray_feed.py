@@ -77,6 +77,9 @@ class Rank:
     def hold(self):
         return list(self.feed)
 
+    def mini_batch(self):
+        return [micro.plan.mini_batch for micro in self.feed.mini_batch()]
+
     def fail(self):
         with self.feed:
             raise ValueError("loss is NaN")
@@ -224,6 +227,16 @@ def test_a_killed_actor_is_said_to_all(started):
         assert f"(process {pid}), died: " in words
     assert time.monotonic() - began < 20
     wait_for(lambda: n_actors() == 0)
+
+
+def test_a_mini_batch_of_no_micro_batches_ends_at_once_on_all_ranks(started):
+    own, _, _, refs = started(Mesh(tp=2), 2, submit=False, fields=["token_ids", "routed_experts"], timeout_s=20)
+    for number, chosen in enumerate(([], refs, [], [])):
+        planned = plan(chosen, Mesh(tp=2), max_tokens=512, mini_batch=number)
+        ray.get(own[0].submit.remote(planned, chosen, finish=number == 3))
+        assert ray.get([each.mini_batch.remote() for each in own]) == [[number] * planned.n_micro] * 2
+    assert ray.get([each.mini_batch.remote() for each in own]) == [[], []]
+    ray.get([each.close.remote() for each in own])
 
 
 def test_what_is_wrong_with_reading_reaches_every_rank(started):

@@ -1073,6 +1073,26 @@ def test_rule_15_arrays_arrive_late(open_spool):
     assert_array_equal(again.read(found, fields=["teacher_logprobs"])["teacher_logprobs"], teacher * 2)
 
 
+def test_rule_15_a_late_array_of_an_empty_response_has_no_rows(open_spool, tmp_path):
+    sp = open_spool()
+    s = session(sp)
+    add(s, [1, 2, 3], [])
+    (early,) = s.finalize(outcome="aborted")
+    sp.attach(early, align="response", advantages=np.zeros(0, np.float32))
+    sp.close()
+    again = open_spool()
+    (fresh,) = again.segments()
+    for ref in (early, fresh):
+        got = again.read(ref, fields=["advantages"])["advantages"]
+        assert (got.dtype, got.shape) == (np.float32, (0,))
+        (covered,) = again.coverage([ref], ["advantages"])
+        assert (covered["advantages"].spec.align, covered["advantages"].gaps) == ("response", ())
+        assert again.locate(ref, fields=["advantages"]) == []
+    assert again.read(fresh)["advantages"].shape == (0,)
+    for form in ("parquet", "spool"):
+        assert again.export(None, tmp_path / f"as-{form}", form).n_segments == 1
+
+
 def test_rule_15_facts_about_nobody_are_refused(sp):
     with pytest.raises(NotFoundError, match="nobody"):
         sp.annotate("nobody", reward=1.0)

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, permutations, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -540,13 +540,43 @@ def test_segments_of_several_models(hot):
 
     (batch,) = of("s0", "narrow").batches(batch_size=2)
     assert batch["routed_experts"].dtype == np.int32
-    for pair, dtype in ((("s0", "deep"), "train"), (("narrow", "s0"), "stored")):
-        said = r"segments of one batch differ in what a field is, .* filter with where="
-        with pytest.raises(InputError, match=said):
-            for numbers in ([0, 1], [1, 0]):
-                dataset = of(*pair, dtype=dtype)
-                dataset.packs(fill=0)([dataset.ref(number) for number in numbers])
+    for numbers in ([0, 1], [1, 0]):
+        dataset = of("s0", "deep")
+        with pytest.raises(InputError, match=r"routed_experts has rows of .* in .*filter with where="):
+            dataset.packs(fill=0)([dataset.ref(number) for number in numbers])
+        dataset = of("narrow", "s0", dtype="stored")
+        wide, _ = dataset.packs(fill=0)([dataset.ref(number) for number in numbers])
+        assert wide["routed_experts"].dtype == np.uint16
     assert [len(sample["routed_experts"][0]) for sample in of("s0", "deep").__getitems__([0, 1])] == [3, 5]
+
+
+@pytest.mark.parametrize("dtype", ["train", "stored"])
+def test_what_a_field_is_depends_on_its_batch_alone(hot, dtype):
+    rows = {"three": (3, 128), "wide": (3, 512), "five": (5, 128)}
+    for name, (n_layers, n_experts) in rows.items():
+        links = spool.FieldSpec(name="links", dtype="int32", align="token", positions=name == "wide")
+        session = hot.session(name, experts=spool.MoEShape(n_layers, n_experts, 1), fields=[links])
+        ids = np.full((3, n_layers, 1), n_experts - 1)
+        more = {"routed_experts": ids, "fields": {"links": np.arange(4, dtype=np.int32)}}
+        session.append(prompt_token_ids=[1, 2], response_token_ids=[3, 4], **more)
+        session.finalize(outcome="completed")
+    fields = ["routed_experts", "links"]
+    dataset = SegmentDataset(
+        hot.config.uri, where=f"session_id in {tuple(rows)}", fields=fields, dtype=dtype, framework="numpy"
+    )
+    refs = [dataset.ref(number) for number in range(3)]
+    for order in permutations(refs):
+        packs = dataset.packs(fill=0)
+        for ref in (*order, *order):
+            (batch, _), (n_layers, n_experts) = packs([ref, ref]), rows[ref.session_id]
+            assert batch["routed_experts"].shape == (8, n_layers, 1)
+            assert batch["routed_experts"][0].max() == n_experts - 1
+            if dtype == "stored":
+                assert batch["routed_experts"].dtype == (np.uint8 if n_experts == 128 else np.uint16)
+            assert batch["links"].dtype == (np.int64 if ref.session_id == "wide" else np.int32)
+            assert batch["links"][4:].tolist() == ([4, 5, 6, 7] if ref.session_id == "wide" else [0, 1, 2, 3])
+        with pytest.raises(InputError, match=r"links has positions|routed_experts has rows of"):
+            packs(list(order))
 
 
 def test_a_run_that_is_being_recorded_does_not_shift_it(hot):

@@ -6,6 +6,7 @@ import gc
 import mmap
 import multiprocessing
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import threading
 import time
 from contextlib import suppress
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,11 +25,12 @@ from kit import add, counting, session
 from training import N_EXPERTS, N_LAYERS, TOPK, plain_ids, with_gap, with_unit
 
 import spool
-from spool import train
+from spool import observe, train
 from spool.errors import CapacityError, ConfigError, GapError, InputError, NotFoundError, RankError
 from spool.model.fields import FieldSpec
-from spool.train import Mesh, Place, plan
+from spool.train import Item, Mesh, Place, plan
 from spool.train.delivery import memory
+from spool.train.delivery.arriving import Arriving, Staged
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
 from spool.train.delivery.join import digest_of
@@ -64,10 +67,10 @@ def recorded(tmp_path_factory):
 # -- what a share holds ------------------------------------------------------------------------------------------------
 
 
-def filled(sp, planned, refs, place, **options):
+def filled(sp, planned, refs, place, version="10", **options):
     """Return the arrays of each share of a rank, read without a feed."""
     wanted = Settings(uri="", n_ranks=1, **options)
-    prepared = prepare(sp, work_of(planned, place, 0, refs, "10"), wanted)
+    prepared = prepare(sp, work_of(planned, place, 0, refs, version), wanted)
     found = []
     for number, arrangement in enumerate(prepared.arrangements):
         memory_of_it = bytearray(b"\xaa" * arrangement.n_bytes)
@@ -190,13 +193,15 @@ def test_routing_is_that_of_the_lazy_form(recorded):
 
 def test_old_weights_and_missing_rows_do_not_train(recorded):
     sp, refs = recorded
-    own, mesh = [refs[0], refs[7]], Mesh()
+    s = session(sp, None)
+    s.append(prompt_token_ids=[1], response_token_ids=[2, 3, 4], weight_version=[("9", 0, 2), ("7", 2, 3)])
+    own, mesh = [refs[0], refs[7], *s.finalize()], Mesh()
     planned = plan(own, mesh, n_micro=1)
     (share,) = planned.rank(0).shares
-    for rule in ("all", "last", 1):
-        (arrays,) = filled(sp, planned, own, Place(), fields=ALL, missing="mask", mask_versions=rule)
+    for rule, version in product(("all", "last", 0, 1), ("10", ["9", "7"], ["7", "9"])):
+        (arrays,) = filled(sp, planned, own, Place(), version, fields=ALL, missing="mask", mask_versions=rule)
         want = train.restore(
-            sp, own, "nested", version="10", missing="mask", mask_versions=rule, fields=list(ALL)
+            sp, own, "nested", version=version, missing="mask", mask_versions=rule, fields=list(ALL)
         )["loss_mask"]  # fmt: skip
         for number, item in enumerate(share.items):
             begin = int(share.cu_seqlens_padded[number])
@@ -218,6 +223,17 @@ def test_positions_count_from_the_beginning_of_the_share(open_spool):
         assert got.tolist() == [-1, *range(piece.to, piece.to + piece.n_rows - 1)]
     with pytest.raises(InputError, match="parts of the sequence"):
         filled(sp, plan(refs, Mesh(cp=2), n_micro=1), refs, Place(), fields=("parent",))
+
+
+def test_a_field_that_is_positions_in_some_references_only_is_refused_on_all_that_have_both(open_spool):
+    sp, refs = open_spool(), []
+    for rebased in (True, False):
+        s = sp.session(None, fields=[FieldSpec(name="links", dtype="int32", align="token", positions=rebased)])
+        s.append(prompt_token_ids=[1], response_token_ids=[2], fields={"links": np.arange(2, dtype=np.int32)})
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        with pytest.raises(InputError, match=r"links has positions .* in batches of their own"):
+            filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), fields=("links",))
 
 
 def test_a_failed_sample_is_padding(recorded):
@@ -469,6 +485,66 @@ def test_mini_batches_arrive_while_earlier_ones_train(open_spool):
     assert {ref.session_id for _, _, own in found[0] for ref in own} == {ref.session_id for ref in refs}
 
 
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=8),
+    ahead=st.lists(st.integers(0, 3), min_size=30, max_size=30),
+)
+def test_mini_batches_of_nothing_have_their_turn_whenever_they_are_planned(sizes, ahead):
+    arriving, come, told = Arriving(), [], 0
+    works = [SimpleNamespace(shares=(None,) * n) for n in sizes]
+    lookahead = iter(ahead)
+    for number, n in enumerate(sizes):
+        while told < min(number + 1 + next(lookahead), len(works)) or told <= number:
+            come += arriving.planned(told, works[told])
+            told += 1
+        for micro in range(n):
+            ready = SimpleNamespace(mini_batch=number, number=micro)
+            come += arriving.came(Staged(ready, arriving.work(number), dict))
+    each = [each.ready.number if isinstance(each, Staged) else None for each in come]
+    assert each == [at for n in sizes for at in (range(n) if n else [None])]
+
+
+@pytest.mark.parametrize("fields", [["token_ids", "loss_mask"], ["token_ids", "routed_experts"]])
+def test_a_mini_batch_of_no_micro_batches_ends_at_once_on_all_ranks(open_spool, fields):
+    sp = open_spool()
+    refs, mesh = record(sp), Mesh(tp=2)
+    sizes = [0, 2, 0, 0, 3, 0]
+    plans = [plan(refs[:n], mesh, max_tokens=32, mini_batch=number) for number, n in enumerate(sizes)]
+    assert [each.n_micro > 0 for each in plans] == [n > 0 for n in sizes]
+
+    def submit(feed, number):
+        feed.submit(plans[number], refs[: sizes[number]], version=["7"])
+
+    def one_by_one(feed, rank):
+        found = []
+        for number in range(len(sizes)):
+            if rank == 0:
+                submit(feed, number)
+            found.append([(micro.plan.mini_batch, micro.number) for micro in feed.mini_batch()])
+        if rank == 0:
+            feed.finish()
+        return found, list(feed.mini_batch())
+
+    def ahead(feed, rank):
+        for number in range(len(sizes)):
+            submit(feed, number)
+        feed.finish()
+        found = [[(micro.plan.mini_batch, micro.number) for micro in feed.mini_batch()] for _ in sizes]
+        return found, list(feed.mini_batch())
+
+    def in_a_row(feed, rank):
+        for number in range(len(sizes)):
+            submit(feed, number)
+        feed.finish()
+        return [(micro.plan.mini_batch, micro.number) for micro in feed]
+
+    want = [[(number, micro) for micro in range(each.n_micro)] for number, each in enumerate(plans)]
+    for consume in (one_by_one, ahead):
+        assert ranks(sp.config.uri, mesh, consume, fields=fields, timeout_s=20) == [(want, [])] * 2
+    row = [each for mini in want for each in mini]
+    assert ranks(sp.config.uri, mesh, in_a_row, fields=fields, timeout_s=20) == [row] * 2
+
+
 def test_a_mini_batch_with_nothing_in_it(open_spool):
     sp = open_spool()
     refs, mesh = record(sp), Mesh(cp=2)
@@ -646,7 +722,7 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
         planned = plan(refs, Mesh(), n_micro=1)
         with pytest.raises(InputError, match="the plan is of 6 sequences, and refs= has 5"):
             feed.submit(planned, refs[:5])
-        with pytest.raises(InputError, match="entry 0 of refs has 14 rows, and was planned with 9"):
+        with pytest.raises(InputError, match=r"entry 0 of refs, .* has 14 rows of 14 tokens, and was planned with 9"):
             feed.submit(planned, [refs[1], refs[0], *refs[2:]])
         feed.submit(planned, refs)
         feed.finish()
@@ -655,6 +731,28 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
         assert len([micro.number for micro in feed]) == 1
     with pytest.raises(InputError, match="closed"):
         feed.submit(planned, refs)
+
+
+def test_references_whose_units_are_not_the_planned_ones_are_refused_on_every_rank(open_spool):
+    sp = open_spool()
+    refs = [with_unit(sp, at=2)[0], with_unit(sp, at=4)[0]]
+    assert refs[0].n_rows == refs[1].n_rows and refs[0].n_tokens == refs[1].n_tokens
+    mesh = Mesh(cp=2)
+    planned = plan(refs, mesh, n_micro=1)
+    of_lengths = plan([ref.n_rows for ref in refs], mesh, n_micro=1)
+    fewer = plan([Item(8, ((2, 3), (3, 2))), refs[1]], mesh, n_micro=1)
+    for rank in range(mesh.size):
+        with train.connect(sp.config.uri, mesh, rank, framework="numpy") as feed:
+            for wrong, given, words in [
+                (planned, refs[::-1], "unit 0 being 4 rows at token 4, .* unit 0 being 4 rows at token 2: pass"),
+                (planned, [refs[0], refs[0]], "entry 1 of refs, .* at token 2, and was planned with .* at token 4"),
+                (of_lengths, refs, "11 rows of 8 tokens, unit 0 .*, and was planned with 11 rows of 11 tokens and 0"),
+                (fewer, refs, "unit 0 being 4 rows at token 2, and was planned with .* unit 0 being 3 rows at token 2"),
+            ]:
+                with pytest.raises(InputError, match=words) as caught:
+                    feed.submit(wrong, given)
+                assert "at token" in caught.value.details["got"]
+            feed.submit(planned, [None, refs[1]])
 
 
 @pytest.mark.parametrize(
@@ -817,6 +915,19 @@ def test_the_reader_says_that_it_lives_and_what_it_waits_for():
     assert len(second.link.sent) == n_sent
 
 
+def test_requests_that_fail_are_in_the_pulse_until_a_read_succeeds():
+    reader = Reorganiser(None, None, Settings(uri="", n_ranks=1))
+    rank = Rank(0, 7, Ends())
+    reader._group.join(rank)
+    for event, trouble in (
+        (observe.Retried("streams/s/token_ids/c/0"), "requests to the cold root fail .* streams/s/token_ids/c/0"),
+        (observe.Read(1, {"cold": 1}, 0.1), "^$"),
+    ):
+        reader._observe(event)
+        reader._group.pulse(reader._trouble)
+        assert re.search(trouble, rank.link.sent[-1].trouble)
+
+
 def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_spool):
     group = Group(2, 2)
     first, second = (Rank(tp, tp, Ends()) for tp in range(2))
@@ -841,7 +952,7 @@ def test_mini_batches_that_were_read_are_forgotten_but_not_what_they_were(open_s
         feed.finish()
         for _ in feed:
             pass
-        return len(feed._works)
+        return len(feed._arriving._works)
 
     assert ranks(sp.config.uri, Mesh(), consume) == [0]
 
@@ -895,6 +1006,14 @@ def test_a_rank_that_may_open_no_more_files_says_so():
     os.close(fd)
 
 
+def test_a_rank_that_may_start_no_more_threads_says_so(spool_uri):
+    def joined(digest, wanted):
+        raise RuntimeError("can't start new thread")
+
+    with pytest.raises(CapacityError, match=r"this rank ran out of memory: can't start new thread.*ulimit -v, -u"):
+        train.connect(spool_uri, Mesh(), 0, framework="numpy", joined=joined)
+
+
 def test_nothing_has_a_name_in_shared_memory(open_spool):
     sp = open_spool()
     refs = record(sp)
@@ -911,7 +1030,7 @@ def test_nothing_has_a_name_in_shared_memory(open_spool):
 
 RANK = """
 import sys, time
-from spool import train
+from spool import observe, train
 from spool.train import Mesh
 import pickle
 uri, path, rank, how = sys.argv[1:]

@@ -193,6 +193,7 @@ def test_wrong_arguments_of_lazy_routing_are_named(sp):
         ({"verify": "sometimes"}, "verify must be one of whole, always, never"),
         ({"rank_slice": 2}, "rank_slice must be a RankSlice"),
         ({"tp_rank": 1}, "tp_rank must be one of 0"), ({"pad_to": 0}, "pad_to and budget_bytes must be"),
+        ({"pad_to": 1 << 40}, "pad_to and tp_size must be such that this rank has fewer than 2147483648 rows"),
         ({"missing": "mask"}, "missing must be one of error, arange"), ({"budget_bytes": -1}, "pad_to and budget"),
         ({"rank_slice": RankSlice(layers=slice(0, 9))}, "no range of its layers"),
     ):  # fmt: skip

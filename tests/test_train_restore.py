@@ -41,7 +41,7 @@ def parts(value):
     return [as_numpy(part) for part in value]
 
 
-def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="consecutive"):
+def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="consecutive", told=None):
     """Return tokens, mask, logprobs, routing and versions of one reference, rule by rule, in plain loops."""
     names = ["token_ids", "loss_mask", "logprobs", "routed_experts"]
     known = names if "routed_experts" in ref.extents else names[:3]
@@ -51,7 +51,7 @@ def plain(sp, ref, missing="error", mask_versions="all", version=None, lacking="
     mask, versions = read["loss_mask"].tolist(), [-1] * ref.n_tokens
     for span in ref.versions:
         for token in range(span.start, span.stop):
-            versions[token] = int(span.version)
+            versions[token] = told.index(span.version) if told else int(span.version)
     newest = max((each for each in versions), default=-1)
     for token, each in enumerate(versions):
         if newest >= 0 and mask_versions == "last" and each != newest:
@@ -107,17 +107,18 @@ def record_turns(sp, drawn, first):
     sessions=st.lists(turns, min_size=1, max_size=3),
     layout=st.sampled_from(["slime", "miles", "verl", "nested", "packed"]),
     target=st.sampled_from([{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}]),
-    mask_versions=st.sampled_from(["all", "last", 0, 4]),
+    mask_versions=st.sampled_from(["all", "last", 0, 1, 4]),
     cuts=st.lists(st.integers(0, 30), min_size=3, max_size=3),
+    told=st.none() | st.permutations(["3", "7", "11"]),
 )
-def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, target, mask_versions, cuts):
-    sp = shared_sp
+def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, target, mask_versions, cuts, told):
+    sp, current = shared_sp, 2 if told else 11
     refs = [ref for i, drawn in enumerate(sessions) for ref in record_turns(sp, drawn, 10_000 * i)]
     refs = [ref.head(max(ref.n_tokens - cut, 0)) for ref, cut in zip(refs, cuts, strict=False)]
     lacking = "minus one" if layout == "miles" else "consecutive"
-    expected = [plain(sp, ref, "mask", mask_versions, 11, lacking) for ref in refs]
+    expected = [plain(sp, ref, "mask", mask_versions, current, lacking, told) for ref in refs]
     fields = ["token_ids", "loss_mask", "logprobs", "routed_experts", "weight_versions", "staleness"]
-    options = {"missing": "mask", "mask_versions": mask_versions, "version": 11, "fields": fields}
+    options = {"missing": "mask", "mask_versions": mask_versions, "version": told or 11, "fields": fields}
     batch = restore(sp, refs, layout, experts=SHAPE, **target, **options)
     if layout == "packed":
         check_packed(batch, refs, expected)
@@ -130,7 +131,7 @@ def test_any_batch_is_what_plain_loops_make_of_it(shared_sp, sessions, layout, t
             assert_array_equal(value, wanted)
             assert value.shape == wanted.shape
         assert_array_equal(parts(batch["weight_versions"])[i], versions[start:])
-        assert_array_equal(parts(batch["staleness"])[i], np.where(versions < 0, 0, 11 - versions)[start:])
+        assert_array_equal(parts(batch["staleness"])[i], np.where(versions < 0, 0, current - versions)[start:])
         assert got[0].dtype == np.int64
         assert got[3].dtype == (np.uint8 if layout == "verl" else np.int32)
     assert batch["response_lengths"] == [ref.response_length for ref in refs]
@@ -289,8 +290,24 @@ def test_references_of_different_models_are_refused(sp):
         s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=np.full((1, n_layers, 1), 3))
         refs += s.finalize()
     for options in ({}, {"layout": "packed"}, {"lazy": True}):
-        with pytest.raises(spool.InputError, match=r"routed_experts is .* in one reference and .* in another"):
+        with pytest.raises(spool.InputError, match=r"has rows of \(2, 1\) in 2@lineage/0 and rows of \(3, 1\) in 3@"):
             restore(sp, refs, **options)
+
+
+def test_a_field_that_is_positions_in_some_references_only_is_refused_where_it_would_be_packed(sp):
+    refs = []
+    for rebased in (False, True):
+        links = spool.FieldSpec(name="links", dtype="int32", align="token", positions=rebased)
+        s = sp.session(None, fields=[links])
+        s.append(prompt_token_ids=[1, 2], response_token_ids=[3], fields={"links": np.arange(3, dtype=np.int32)})
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        said = f"links has positions {chosen is not refs} in {chosen[0].id} and positions {chosen is refs} in "
+        with pytest.raises(spool.InputError, match=said):
+            restore(sp, chosen, "packed")
+        assert [part.tolist() for part in restore(sp, chosen, "nested")["links"]] == [[0, 1, 2]] * 2
+    assert restore(sp, refs[:1] * 2, "packed")["links"].tolist() == [0, 1, 2, 0, 1, 2]
+    assert restore(sp, refs[1:] * 2, "packed")["links"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_narrow_bytes_are_what_travels_to_a_device(sp, monkeypatch):
@@ -437,6 +454,25 @@ def test_positions_do_not_wrap_when_they_are_rebased(sp):
 
 
 @pytest.mark.parametrize("layout", ["slime", "nested", "packed"])
+def test_a_late_array_of_an_empty_response_alone_and_among_others(sp, layout):
+    refs = []
+    for n in (0, 2):
+        s = session(sp, None)
+        add(s, counting(3), counting(n, 50))
+        refs += s.finalize()
+        sp.attach(refs[-1], align="response", advantages=np.arange(1, n + 1, dtype=np.float32))
+    fresh = {ref.session_id: ref for ref in sp.segments()}
+    for none, two in (refs, [fresh[ref.session_id] for ref in refs]):
+        for chosen, wanted in (([none], [[]]), ([two, none], [[1, 2], []]), ([none, none, two], [[], [], [1, 2]])):
+            got = restore(sp, chosen, layout, fields=["advantages"])["advantages"]
+            if layout == "packed":
+                wanted = [x for own in wanted for x in (0, 0, 0, *own)]
+                assert got.dtype == np.float32 and got.tolist() == wanted
+            else:
+                assert [part.tolist() for part in got] == wanted
+
+
+@pytest.mark.parametrize("layout", ["slime", "nested", "packed"])
 def test_late_arrays_by_name_also_of_a_head(sp, layout):
     s = session(sp)
     add(s, counting(5), counting(4, 50))
@@ -514,9 +550,26 @@ def test_a_head_keeps_what_is_trained_and_what_is_cleared(sp):
     assert second.head(5).trainable_tokens == restore(sp, second.head(5))["loss_masks"][0].sum() == 0
     part = first.head(7)
     assert restore(sp, part)["loss_masks"][0].tolist() == [1, 1, 0, 0]
-    assert part.spans[-1].n_cleared == 1
+    assert (part.spans[-1].n_cleared, part.trainable_tokens) == (0, 3)  # at most
     assert [(v.version, v.start, v.stop) for v in part.versions] == [("1", 3, 5), ("2", 6, 7)]
     assert part.version_span == ("1", "2")
+
+
+@pytest.mark.parametrize("layout", ["nested", "packed"])
+def test_a_head_of_nothing_with_inline_layers_beside_a_segment_without_rows_of_them(sp, layout):
+    layered = spool.FieldSpec(name="layered", dtype="uint16", align="forward", shape=(3, 2), num_layers=3)
+    refs = []
+    for n in (4, 1):
+        s = sp.session(None, fields=[layered])
+        rows = np.ones((n - 1, 3, 2), np.uint16)
+        s.append(prompt_token_ids=counting(n), response_token_ids=[], fields={"layered": rows})
+        refs += s.finalize(inline=["layered"])
+    chosen = [refs[0].head(0, [layered]), refs[1]]
+    for rank in (RankSlice(layers=slice(1, 3)), RankSlice(cp_size=2, split="contiguous")):
+        got = restore(sp, chosen, layout, fields=["layered"], rank_slice=rank)["layered"]
+        n_layers = 3 if rank.layers is None else 2
+        shapes = [part.shape for part in got] if layout == "nested" else [got.shape]
+        assert shapes == ([(0, n_layers, 2)] * 2 if layout == "nested" else [(1, n_layers, 2)])
 
 
 def test_a_head_of_inline_payload(sp):
@@ -792,6 +845,9 @@ def test_tokens_and_segments_by_the_age_of_their_weights(sp):
     assert masks(mask_versions="last") == [[0, 0, 1], [1], [1, 1]]
     assert masks(mask_versions=2, version=11) == [[1, 1, 1], [0], [1, 1]]
     assert masks(mask_versions=0, version=10) == [[0, 0, 1], [0], [1, 1]]
+    assert masks(mask_versions="last", version=["7", "10", "9"]) == [[1, 1, 0], [1], [1, 1]]
+    assert masks(mask_versions=0, version=["7", "10", "9"]) == [[1, 1, 0], [0], [1, 1]]
+    assert restore(sp, refs, fields=[], version=["10", "9", "7"], max_staleness=1)["kept"] == [1, 2]
     assert restore(sp, refs, fields=[], version=11, max_staleness=2)["kept"] == [0, 2]
     assert restore(sp, refs, fields=[], version=11, max_staleness=1)["kept"] == [2]
 

@@ -37,6 +37,19 @@ def test_time_counts_from_when_something_is_planned():
         lived(waiting, now, now + 1)
 
 
+def test_what_keeps_the_reader_from_reading_is_said():
+    waiting = let_in(timeout_s=4.0)
+    waiting.planned(0.0, 1)
+    waiting.begin(0.0)
+    waiting.heard(3.0)
+    waiting.pulse("", "requests to the cold root fail and are tried again")
+    with pytest.raises(RankError, match=r"77, lives, but requests to the cold root fail .* again; see the log"):
+        waiting.check(4.0)
+    waiting.pulse("", "")
+    with pytest.raises(RankError, match="lives and is not done with it"):
+        waiting.check(4.0)
+
+
 def test_time_counts_from_when_a_rank_asks():
     waiting = let_in(timeout_s=4.0)
     waiting.planned(0.0, 2)

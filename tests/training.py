@@ -16,7 +16,7 @@ def plain_rows(row):
     return [[plain_ids(row, layer, k) for k in range(TOPK)] for layer in range(N_LAYERS)]
 
 
-def with_unit(sp, n_rows=4):
+def with_unit(sp, n_rows=4, at=2):
     rng = np.random.default_rng(5)
     n = 8 + n_rows - 1
     experts = np.zeros((n - 1, N_LAYERS, TOPK), np.int32)
@@ -24,7 +24,7 @@ def with_unit(sp, n_rows=4):
     s = session(sp, None)
     s.append(
         prompt_token_ids=[1, 2, 99, 3, 4], response_token_ids=[7, 8, 9], routed_experts=experts,
-        logprobs=[-1, -2, -3], units=[("image", 2, n_rows)],
+        logprobs=[-1, -2, -3], units=[("image", at, n_rows)],
     )  # fmt: skip
     return s.finalize()[0], experts
 

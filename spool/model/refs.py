@@ -74,7 +74,7 @@ class Span(Struct, frozen=True, array_like=True, gc=False):
         start: first token, in the tokens of the reference.
         stop: one past the last.
         trained: loss mask before clearing: False where another segment trains this prefix.
-        n_cleared: tokens that the step's loss mask cleared.
+        n_cleared: tokens that the step's loss mask cleared; where `Ref.head` cut the span, at least so many.
     """
 
     step: int
@@ -158,7 +158,10 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def trainable_tokens(self) -> int:
-        """Generated tokens that this reference trains: as many as its ``loss_mask`` has ones."""
+        """Generated tokens that this reference trains: as many as its ``loss_mask`` has ones.
+
+        Where `head` cut through a step that cleared some, at most so many: 0 is none in any case.
+        """
         return sum(span.stop - span.start - span.n_cleared for span in self.spans if span.trained)
 
     @property
@@ -170,7 +173,7 @@ class Ref(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Return the first ``n_tokens`` tokens, every field cut there; no payload is read.
 
         Steps, their own fields and ``n_nonfinite`` stay as they are. ``n_cleared`` of the span that the cut goes
-        through is a bound: how many of the tokens that are left are cleared only the ``loss_mask`` says.
+        through is what is cleared at least: how many of the tokens that are left are, only the ``loss_mask`` says.
 
         Args:
             n_tokens: at most its own.
@@ -277,7 +280,6 @@ class SegmentRef(Ref, frozen=True, kw_only=True, omit_defaults=True, tag="segmen
 
 
 R = TypeVar("R", bound=Ref)
-S = TypeVar("S", Span, VersionSpan)
 
 
 def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
@@ -301,7 +303,7 @@ def cut(ref: R, n_tokens: int, align: Mapping[str, Align]) -> R:
         "n_tokens": n_tokens,
         "n_rows": row_at(ref.units, n_tokens),
         "response_start": start,
-        "spans": tuple(_bounded(span) for span in clipped(ref.spans, n_tokens)),
+        "spans": tuple(_head_of(span, n_tokens) for span in ref.spans if span.start < n_tokens),
         "versions": clipped(ref.versions, n_tokens),
         "units": tuple(unit for unit in ref.units if unit.position < n_tokens),
         "extents": _cut_extents(ref.extents, stops),
@@ -329,14 +331,15 @@ def numbered(names: Iterable[str]) -> dict[str, int] | None:
     return found if all(name in found for name in names) else None
 
 
-def clipped(spans: Iterable[S], end: int) -> tuple[S, ...]:
+def clipped(spans: Iterable[VersionSpan], end: int) -> tuple[VersionSpan, ...]:
     """Return the part of ascending spans that lies before token ``end``."""
     return tuple(span if span.stop <= end else replace(span, stop=end) for span in spans if span.start < end)
 
 
-def _bounded(span: Span) -> Span:
-    most = span.stop - span.start
-    return span if span.n_cleared <= most else replace(span, n_cleared=most)
+def _head_of(span: Span, end: int) -> Span:
+    """Return the part before token ``end``; of tokens that were cleared as many as possible lie behind it."""
+    behind = span.stop - end
+    return span if behind <= 0 else replace(span, stop=end, n_cleared=max(span.n_cleared - behind, 0))
 
 
 def _cut_extents(extents: Mapping[str, tuple[Extent, ...]], stops: Mapping[str, int]) -> dict[str, tuple[Extent, ...]]:

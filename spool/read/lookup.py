@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from spool.errors import GapError, InputError, NotFoundError
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS
 from spool.model.rows import MOST
+from spool.read.sample import Coverage
 from spool.read.select import Gap, Range, Run, cover, inside_spans, n_steps, positions
-from spool.read.sound import check_extents, name_of
+from spool.read.sound import check_extents, check_reference, name_of
 from spool.read.streams import FieldView, Streams, builtin
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from spool.model.fields import FieldSpec
     from spool.model.refs import Extent, Ref
 
 MASK = LOSS_MASK.name
@@ -47,11 +49,13 @@ class Lookup:
     Args:
         streams: the schemas.
         refs: all references of the call; they help each other out with specs.
+        late: specs of arrays without rows, which no stream has.
     """
 
-    def __init__(self, streams: Streams, refs: Sequence[Ref]) -> None:
+    def __init__(self, streams: Streams, refs: Sequence[Ref], late: Mapping[str, FieldSpec] | None = None) -> None:
         self._streams = streams
         self._refs = refs
+        self._late = {} if late is None else {name: builtin(spec) for name, spec in late.items()}
         self._elsewhere: dict[str, FieldView | None] = {}
 
     def view(self, ref: Ref, name: str) -> FieldView | None:
@@ -60,12 +64,12 @@ class Lookup:
         return self._streams.field(name, extents) if extents else self._unstored(ref, name)
 
     def _unstored(self, ref: Ref, name: str) -> FieldView | None:
-        for stream in {other[0].stream for other in ref.extents.values() if other}:
-            view = self._streams.fields(stream).get(name)
-            if view is not None:
-                return view
+        view = self._declared(ref, name)
+        if view is not None:
+            return view
         if name not in self._elsewhere:
-            self._elsewhere[name] = next(filter(None, self._of_others(name)), _BUILT_IN.get(name))
+            told = _BUILT_IN.get(name) or self._late.get(name)
+            self._elsewhere[name] = next(filter(None, self._of_others(name)), told)
         return self._elsewhere[name]
 
     def _of_others(self, name: str) -> Iterable[FieldView]:
@@ -73,6 +77,15 @@ class Lookup:
             extents = extents_of(ref, name)
             if extents:
                 yield self._streams.field(name, extents[:1])
+        yield from filter(None, (self._declared(ref, name) for ref in self._refs))
+
+    def _declared(self, ref: Ref, name: str) -> FieldView | None:
+        """Return what the streams of a reference's other fields say that a field is."""
+        for stream in dict.fromkeys(other[0].stream for other in ref.extents.values() if other):
+            view = self._streams.fields(stream).get(name)
+            if view is not None:
+                return view
+        return None
 
     def select(self, ref: Ref, name: str, ranges: Sequence[Range], *, sparse: bool) -> Selection | None:
         """Return the rows of ``name`` for the token ``ranges``; None where no one knows it and nothing is missing.
@@ -90,7 +103,7 @@ class Lookup:
         extents = extents_of(ref, name)
         view = self._streams.field(name, extents) if extents else self._unstored(ref, name)
         if view is None:
-            if ref.n_tokens == 0:
+            if ref.n_tokens == 0 or name in ref.extents:  # attached, and there was no row to attach
                 return None
             raise _not_found(ref, name, "or attach it")
         align = view.spec.align
@@ -108,6 +121,25 @@ class Lookup:
         if gaps and not sparse:
             raise _gap(ref, view, gaps)
         return Selection(view, runs, blanks if align == "response" else [], gaps, n)
+
+    def coverage(self, ref: Ref, names: Iterable[str]) -> dict[str, Coverage]:
+        """Return by field what it is and which of its positions were never sent; nothing of one that no one knows.
+
+        Raises:
+            NotFoundError: no one knows a field, and rows of it are missing.
+            IntegrityError: the reference is damaged.
+        """
+        check_reference(ref)
+        found = {}
+        for name in names:
+            if name in ref.inline:
+                view, gaps = self.view(ref, name), []
+            else:
+                selection = self.select(ref, name, [(0, ref.n_tokens)], sparse=True)
+                view, gaps = (selection.view, selection.gaps) if selection is not None else (None, [])
+            if view is not None:
+                found[name] = Coverage(view.spec, tuple((gap.start, gap.stop) for gap in gaps if gap.stop > gap.start))
+        return found
 
 
 def extents_of(ref: Ref, name: str) -> tuple[Extent, ...]:

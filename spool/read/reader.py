@@ -10,7 +10,7 @@ import numpy as np
 from spool.arguments import one_of
 from spool.errors import AbsentError, InputError
 from spool.formats.shard import group_key, parse_group
-from spool.model.fields import ROUTED_EXPERTS, Schema
+from spool.model.fields import ROUTED_EXPERTS, FieldSpec, Schema
 from spool.model.rows import MOST
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
@@ -71,6 +71,7 @@ class Reader:
         missing: Missing = "error",
         verify: Verify = "whole",
         seen: Callable[[Batch], object] | None = None,
+        late: Mapping[str, FieldSpec] | None = None,
     ) -> list[Sample]:
         """Read exactly the rows asked for, each byte once, however many references share it.
 
@@ -88,6 +89,7 @@ class Reader:
             verify: ``whole``: extents that are read whole are checked; ``always``: partial reads are widened to the
                 extent and checked too; ``never``.
             seen: called with what was brought, once or twice.
+            late: what fields are of which no reference has a row, so that no stream says it.
 
         Returns:
             A sample for each reference: fresh, writable, C-contiguous arrays that share no memory.
@@ -105,7 +107,7 @@ class Reader:
             plain_range(layers, 0, what="layers")
         if not isinstance(missing, str) or missing != "error":  # arrays compare entry by entry
             missing = check_missing(missing, np.dtype(np.float64), field="any field")
-        call = _Call(Lookup(self._streams, refs), Batch(verify), layers, dtype, missing, self._memory, [])
+        call = _Call(Lookup(self._streams, refs, late), Batch(verify), layers, dtype, missing, self._memory, [])
         each = zip(refs, _one_each("tokens", tokens, refs), _one_each("out", out, refs), strict=True)
         samples = [Sample(ref, call.columns(ref, fields, slices, arrays)) for ref, slices, arrays in each]
         execute(call.batch, self._tiers, self._workers)
@@ -127,24 +129,31 @@ class Reader:
         for late, columns, name in call.late:
             columns[name] = late.finish()
 
-    def select(self, ref: Ref, name: str) -> Selection | None:
+    def select(self, ref: Ref, name: str, *, late: Mapping[str, FieldSpec] | None = None) -> Selection | None:
         """Return what a field of a reference is, which rows there are and which were never sent; None for nothing."""
-        return Lookup(self._streams, [ref]).select(ref, name, [(0, ref.n_tokens)], sparse=True)
+        return Lookup(self._streams, [ref], late).select(ref, name, [(0, ref.n_tokens)], sparse=True)
 
-    def coverage(self, refs: Sequence[Ref], fields: Sequence[str] | None = None) -> list[dict[str, Coverage]]:
+    def coverage(
+        self,
+        refs: Sequence[Ref],
+        fields: Sequence[str] | None = None,
+        *,
+        late: Mapping[str, FieldSpec] | None = None,
+    ) -> list[dict[str, Coverage]]:
         """Return for each reference what its fields are and which of their positions were never sent.
 
         Args:
             refs: references into this tier's spool; they help each other out with specs.
             fields: names; all that each reference has where None. The loss mask, of which nothing is ever missing, is
                 left out.
+            late: as in `read`.
 
         Raises:
             NotFoundError: no one knows a field.
             IntegrityError: a reference is damaged.
         """
-        lookup = Lookup(self._streams, refs)
-        return [_coverage(lookup, ref, [name for name in names_of(ref, fields) if name != MASK]) for ref in refs]
+        lookup = Lookup(self._streams, refs, late)
+        return [lookup.coverage(ref, [name for name in names_of(ref, fields) if name != MASK]) for ref in refs]
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream."""
@@ -157,6 +166,7 @@ class Reader:
         fields: Sequence[str] | None = None,
         tokens: Tokens = None,
         layers: slice | None = None,
+        late: Mapping[str, FieldSpec] | None = None,
     ) -> list[ByteRange]:
         """Return where the asked rows lie at this moment, field by field, in the order of their positions.
 
@@ -170,7 +180,7 @@ class Reader:
             IntegrityError: bytes are missing.
         """
         check_reference(ref)
-        lookup, found = Lookup(self._streams, [ref]), []
+        lookup, found = Lookup(self._streams, [ref], late), []
         ranges = token_ranges(tokens, ref.n_tokens)
         if layers is not None:
             plain_range(layers, 0, what="layers")
@@ -316,20 +326,6 @@ class _Call(NamedTuple):
         check_out(out, rows.shape, view.stored if view else rows.dtype, field=name)
         np.copyto(out, rows, casting="unsafe")
         return out
-
-
-def _coverage(lookup: Lookup, ref: Ref, names: Sequence[str]) -> dict[str, Coverage]:
-    check_reference(ref)
-    found = {}
-    for name in names:
-        if name in ref.inline:
-            view, gaps = lookup.view(ref, name), []
-        else:
-            selection = lookup.select(ref, name, [(0, ref.n_tokens)], sparse=True)
-            view, gaps = (selection.view, selection.gaps) if selection is not None else (None, [])
-        if view is not None:
-            found[name] = Coverage(view.spec, tuple((gap.start, gap.stop) for gap in gaps if gap.stop > gap.start))
-    return found
 
 
 def _ragged(ref: Ref, name: str, selection: Selection, batch: Batch) -> RaggedColumn:

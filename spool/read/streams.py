@@ -102,9 +102,8 @@ class FieldView(NamedTuple):
 
 
 def builtin(spec: FieldSpec) -> FieldView:
-    """Return the view of a field that is the same in every stream and of which nothing is stored."""
-    dtype = numpy_dtype(spec.dtype)
-    return FieldView(spec, dtype, dtype, {}, {})
+    """Return the view of a field of which nothing is stored: one that is the same in every stream, or has no rows."""
+    return FieldView(spec, numpy_dtype(spec.dtype), numpy_dtype(spec.train_dtype or spec.dtype), {}, {})
 
 
 class Streams:

@@ -230,8 +230,8 @@ R = TypeVar("R", bound=Ref)
 def head(ref: R, n_tokens: int, fields: Iterable[FieldSpec]) -> R:
     """Return the first ``n_tokens`` tokens of a step or segment, every field cut there.
 
-    Steps, their own fields, ``n_nonfinite`` and ``n_cleared`` of spans stay as they are; ``cut_tokens`` of a segment
-    counts what is gone.
+    Steps, their own fields and ``n_nonfinite`` stay as they are; ``cut_tokens`` of a segment counts what is gone. What
+    masks cleared is counted afterwards.
 
     Args:
         ref: the reference; inline payload is cut with it.

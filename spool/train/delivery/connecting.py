@@ -13,6 +13,7 @@ from spool.handle import Spool
 from spool.read.fetch import Verify
 from spool.train.delivery.feed import Feed
 from spool.train.delivery.join import digest_of, join
+from spool.train.delivery.memory import ran_out
 from spool.train.delivery.staging import stager
 from spool.train.delivery.work import Settings
 from spool.train.planning.planner import Mesh, Place
@@ -82,6 +83,7 @@ def connect(
     Raises:
         InputError: an argument does not fit.
         RankError: the process that reads cannot be started.
+        CapacityError: this process may start no more threads, or has no memory for that.
     """
     where = instance("mesh", mesh, Mesh, "a Mesh, as Mesh(dp=8, cp=2, tp=4)").place(place)
     mesh.layers(where.pp, chunk)  # raises where there are none
@@ -101,12 +103,16 @@ def connect(
         raise refused("n_ranks", f"at least 1, and at most tp={mesh.tp}", settings.n_ranks)
     stage, timeout_s = stager(framework, device), _positive("timeout_s", timeout_s)
     digest = digest_of(text("name", name), settings.uri, (where.dp, where.cp, where.pp, chunk))
-    link = joined(digest, settings)
     ahead = settings.depth if device is None else 1
-    return Feed(
-        link, mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
-        timeout_s=timeout_s,
-    )  # fmt: skip
+    try:
+        return Feed(
+            joined(digest, settings), mesh=mesh, place=where, chunk=chunk, settings=settings, stage=stage, ahead=ahead,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (short := ran_out(error, "this rank")) is None:
+            raise
+        raise short from error
 
 
 def _check(settings: Settings) -> None:

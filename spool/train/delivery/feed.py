@@ -18,15 +18,16 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 from msgspec import Struct
 
 from spool.errors import InputError, RankError
+from spool.train.delivery.arriving import Arriving, Nothing, Staged
 from spool.train.delivery.messages import (
     Bye,
     End,
@@ -96,7 +97,7 @@ class Feed:
         self._mesh, self._place, self._chunk = mesh, place, chunk
         self._settings, self._stage, self._timeout_s = settings, stage, timeout_s
         self._waiting = Waiting(time.monotonic(), join_timeout_s=settings.join_timeout_s, timeout_s=timeout_s)
-        self._works: dict[int, Work] = {}
+        self._arriving = Arriving()
         self._closed = False
         self._mapped: dict[int, int] = {}
         self._n_taken = 0
@@ -105,8 +106,8 @@ class Feed:
         self._room = threading.Semaphore(ahead)
         self._stats = FeedStats()
         self._failure: Failure | None = None
-        self._incoming: queue.SimpleQueue[_Staged | Failure | End] = queue.SimpleQueue()
-        self._next: _Staged | End | None = None
+        self._incoming: queue.SimpleQueue[Staged | Nothing | Failure | End] = queue.SimpleQueue()
+        self._next: Staged | Nothing | End | None = None
         link.send(Hello(place.tp, os.getpid(), settings))
         threading.Thread(target=self._receive, name="spool-feed-receive", daemon=True).start()
 
@@ -157,24 +158,31 @@ class Feed:
     def __iter__(self) -> Iterator[Micro]:
         """Yield micro-batches of one mini-batch after the other, until `finish`."""
         while not isinstance(self._peek(), End):
-            yield self._take()
+            if isinstance(self._next, Nothing):
+                self._next = None
+            else:
+                yield self._take()
 
     def mini_batch(self) -> Iterator[Micro]:
-        """Yield the micro-batches that come next, to the end of their mini-batch; none behind the last one.
+        """Yield the micro-batches that come next, to the end of their mini-batch.
+
+        There are none where that is planned with nothing in it, and behind the last mini-batch.
 
         Raises:
             RankError: another process of this feed failed, first; says which, and why. Nothing more comes.
             SpoolError: what was wrong with reading a mini-batch, on all ranks.
             InputError: this rank holds as many micro-batches as ``depth`` allows, and asks for another.
         """
-        while not isinstance(self._peek(), End):
+        while isinstance(self._peek(), Staged):
             taken = [self._take()]
             last = self._took_last
             yield taken.pop()  # no name here may hold a micro-batch
             if last:
                 return
+        if isinstance(self._next, Nothing):
+            self._next = None
 
-    def _peek(self) -> _Staged | End:
+    def _peek(self) -> Staged | Nothing | End:
         """Return what comes next, once it is there."""
         if self._next is None:
             self._check_usable()
@@ -190,7 +198,7 @@ class Feed:
 
     def _take(self) -> Micro:
         staged, self._next = self._peek(), None
-        assert not isinstance(staged, End)
+        assert isinstance(staged, Staged)
         self._room.release()
         self._waiting.taken()
         ready, work, stats = staged.ready, staged.work, self._stats
@@ -211,7 +219,7 @@ class Feed:
             fetched_bytes=ready.fetched_bytes,
         )
 
-    def _wait(self) -> _Staged | Failure | End:
+    def _wait(self) -> Staged | Nothing | Failure | End:
         """Return what comes in next; raise what `Waiting.check` does where that takes too long."""
         self._waiting.begin(time.monotonic())
         while True:
@@ -272,18 +280,21 @@ class Feed:
 
     def _take_in(self, message: Message, memory: Any) -> None:
         """Take in one thing that the reorganiser says; map and stage a micro-batch."""
+        incoming = self._incoming  # `close` drops it with what is put there while a micro-batch is staged
         self._waiting.heard(time.monotonic())
         if isinstance(message, Welcome):
             self._waiting.reader = message.pid
         elif isinstance(message, Pulse):
-            self._waiting.pulse(message.waits_for)
+            self._waiting.pulse(message.waits_for, message.trouble)
         elif isinstance(message, Planned):
-            work = self._works[message.number] = _decode(message.work)
+            work = _decode(message.work)
             self._waiting.planned(time.monotonic(), len(work.shares))
+            _put_all(incoming, self._arriving.planned(message.number, work))
         elif isinstance(message, Ready):
-            self._incoming.put(self._staged(message, self._link.map(memory, message.n_bytes)))
+            staged = self._staged(message, self._link.map(memory, message.n_bytes))
+            _put_all(incoming, self._arriving.came(staged))
         elif isinstance(message, End):
-            self._incoming.put(message)
+            incoming.put(message)
         elif isinstance(message, Failure):
             self._fail(message)
 
@@ -292,14 +303,11 @@ class Feed:
         self._incoming.put(failure)
         self._link.close()
 
-    def _staged(self, ready: Ready, mapped: Any) -> _Staged:
+    def _staged(self, ready: Ready, mapped: Any) -> Staged:
         self._mapped[ready.serial] = ready.n_bytes
         weakref.finalize(mapped, self._let_go, ready.serial).atexit = False
         self._room.acquire()
-        staged = _Staged(ready, self._works[ready.mini_batch], self._stage(_views(ready, mapped)))
-        if staged.last:
-            del self._works[ready.mini_batch]
-        return staged
+        return Staged(ready, self._arriving.work(ready.mini_batch), self._stage(_views(ready, mapped)))
 
     def _let_go(self, serial: int) -> None:
         del self._mapped[serial]
@@ -332,17 +340,9 @@ class Feed:
         return f"<spool.train.Feed of {self._place}, {self._stats.n_micro} micro-batches so far>"
 
 
-class _Staged(NamedTuple):
-    """A micro-batch that is there: ``take`` gives its arrays."""
-
-    ready: Ready
-    work: Work
-    take: Callable[[], dict[str, Any]]
-
-    @property
-    def last(self) -> bool:
-        """Whether its mini-batch ends with it."""
-        return self.ready.number == len(self.work.shares) - 1
+def _put_all(incoming: queue.SimpleQueue[Any], found: Iterable[Staged | Nothing]) -> None:
+    for each in found:
+        incoming.put(each)
 
 
 def _views(ready: Ready, mapped: Any) -> dict[str, Any]:

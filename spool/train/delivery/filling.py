@@ -72,7 +72,7 @@ def prepare(
     entries = entries_of([work.refs[number] for number in numbers], None)
     asked = None if settings.fields is None else list(settings.fields)
     order = work.order
-    plan = make_plan(spool, entries, asked, expert_spec(settings.experts), settings.missing, order)
+    plan = make_plan(spool, entries, asked, expert_spec(settings.experts), settings.missing, order, packed=True)
     check_fields(plan.specs.values(), split=work.split)
     arrangements = tuple(arrange(share, plan.specs, work.layers, settings.dtype) for share in work.shares)
     sizes = [*before, *(arrangement.n_bytes for arrangement in arrangements)]

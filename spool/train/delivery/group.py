@@ -149,10 +149,10 @@ class Group:
                 self._tell(self._failure)
             self._changed.notify_all()
 
-    def pulse(self) -> None:
-        """Tell all ranks that this process lives, and what it waits for."""
+    def pulse(self, trouble: str = "") -> None:
+        """Tell all ranks that this process lives, what it waits for, and what keeps it from reading."""
         with self._changed:
-            self._tell(Pulse(self._waits_for() or ""))
+            self._tell(Pulse(self._waits_for() or "", trouble))
 
     def _tell(self, message: Planned | Pulse | End | Failure) -> None:
         for rank in self._ranks.values():

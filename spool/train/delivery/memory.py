@@ -129,14 +129,14 @@ def room() -> Room:
     return min([_of_machine(), *_of_groups()])
 
 
-def ran_out(error: BaseException) -> CapacityError | None:
-    """Return the error for one that says that this process ran out of memory beside micro-batches; None for others."""
+def ran_out(error: BaseException, who: str = "the process that reads for this feed") -> CapacityError | None:
+    """Return the error for one that says that ``who``, this process, ran out of memory; None for others."""
     thread = isinstance(error, RuntimeError) and "start new thread" in str(error)
     if not (thread or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM):
         return None
     found = min(room(), Room(_addresses(), "its address space (ulimit -v)"))
     return CapacityError(
-        f"the process that reads for this feed ran out of memory: {error}; {found.place} has "
+        f"{who} ran out of memory: {error}; {found.place} has "
         f"{format_size(found.n_bytes)} free: raise its limits (ulimit -v, -u), plan smaller micro-batches "
         "(max_tokens=), or name fewer fields=",
         free=found.n_bytes, place=found.place,

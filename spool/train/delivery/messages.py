@@ -103,9 +103,11 @@ class Pulse(Struct, frozen=True, tag="pulse"):
 
     Attributes:
         waits_for: what it waits for, in words; empty where it waits for no rank in particular.
+        trouble: what keeps it from reading, in words; empty where nothing does.
     """
 
     waits_for: str
+    trouble: str = ""
 
 
 class End(Struct, frozen=True, tag="end"):

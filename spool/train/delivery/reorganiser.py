@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
 from itertools import count
@@ -16,7 +16,7 @@ import msgspec
 from spool.errors import RankError, SpoolError
 from spool.handle import Spool
 from spool.handle import open as open_spool
-from spool.observe import Read
+from spool.observe import Read, Retried
 from spool.train.delivery.filling import Prepared, fill, prepare
 from spool.train.delivery.group import Group, Over, Rank
 from spool.train.delivery.memory import Room, ran_out
@@ -43,6 +43,7 @@ class Reorganiser:
         self._listener, self._memory, self._settings = listener, memory, settings
         self._group = Group(settings.n_ranks, settings.depth)
         self._fetched_bytes = 0
+        self._trouble = ""
         self._recent: deque[int] = deque(maxlen=settings.depth - 1)
 
     def run(self) -> bool:
@@ -59,7 +60,7 @@ class Reorganiser:
 
     def _pulse(self, ended: threading.Event) -> None:
         while not ended.wait(PULSE_S):
-            self._group.pulse()
+            self._group.pulse(self._trouble)
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return ``work`` such that whatever is wrong with it reaches the ranks."""
@@ -189,11 +190,15 @@ class Reorganiser:
             if work is None:
                 self._group.end()
                 return
-            prepared = prepare(spool, _decode(work), self._settings, self._room, self._recent)
-            for micro in range(len(prepared.arrangements)):
-                self._group.wait_for_room()
-                self._recent.append(prepared.arrangements[micro].n_bytes)
-                self._make(spool, prepared, next(serials), number, micro)
+            if (mini_batch := _decode(work)).shares:  # of none nobody can say what its fields are
+                self._make_all(spool, mini_batch, number, serials)
+
+    def _make_all(self, spool: Spool, work: Work, number: int, serials: Iterator[int]) -> None:
+        prepared = prepare(spool, work, self._settings, self._room, self._recent)
+        for micro in range(len(prepared.arrangements)):
+            self._group.wait_for_room()
+            self._recent.append(prepared.arrangements[micro].n_bytes)
+            self._make(spool, prepared, next(serials), number, micro)
 
     def _make(self, spool: Spool, prepared: Prepared, serial: int, mini_batch: int, number: int) -> None:
         (arrays, n_bytes), before = prepared.arrangements[number], self._fetched_bytes
@@ -210,3 +215,6 @@ class Reorganiser:
     def _observe(self, event: object) -> None:
         if isinstance(event, Read):
             self._fetched_bytes += sum(event.fetched_bytes.values())
+            self._trouble = ""
+        elif isinstance(event, Retried):
+            self._trouble = f"requests to the cold root fail and are tried again, the last one for {event.key}"

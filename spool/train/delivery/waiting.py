@@ -41,7 +41,7 @@ class Waiting:
         self._joined = self._began = self._reminded = self._heard = self._since = now
         self._welcome_s, self._timeout_s = join_timeout_s + START_S, timeout_s
         self._n_planned = self._n_micro = self._n_taken = 0
-        self._said = ""
+        self._said = self._trouble = ""
         self.reader: int | None = None
         self.n_submitted, self.finished = 0, False
 
@@ -76,9 +76,9 @@ class Waiting:
         """The reader said something."""
         self._heard = now
 
-    def pulse(self, waits_for: str) -> None:
-        """The reader lives, and waits for that; for nobody where empty."""
-        self._said = waits_for
+    def pulse(self, waits_for: str, trouble: str = "") -> None:
+        """The reader lives, waits for that, for nobody where empty, and has that trouble with reading."""
+        self._said, self._trouble = waits_for, trouble
 
     def _expect(self, now: float) -> None:
         if not self.expects:
@@ -127,4 +127,9 @@ class Waiting:
             )
         if self._said:
             return f"{who} waits for {self._said}; see what that rank does, or raise timeout_s="
+        if self._trouble:
+            return (
+                f"{who} lives, but {self._trouble}; see the log of the rank that started it for why, and whether that "
+                "root answers, or raise timeout_s="
+            )
         return f"{who} lives and is not done with it; see the log of the rank that started it, or raise timeout_s="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -11,7 +12,7 @@ from spool.errors import InputError
 from spool.model.moe import MoEShape
 from spool.model.refs import SegmentRef, StepRef
 from spool.read.lookup import names_of
-from spool.train.planning.items import items_of
+from spool.train.planning.items import Item, items_of
 from spool.train.planning.planner import Mesh, Place, Plan, RankPlan
 from spool.train.planning.shares import Share
 from spool.train.restoring.gaps import Missing
@@ -101,12 +102,8 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
     if len(given) != len(plan.items):
         raise InputError(f"the plan is of {len(plan.items)} sequences, and refs= has {len(given)}: pass all of them")
     for number, (ref, item) in enumerate(zip(given, plan.items, strict=True)):
-        if ref is not None and items_of([ref])[0].n_rows != item.n_rows:
-            raise InputError(
-                f"entry {number} of refs has {ref.n_rows} rows, and was planned with {item.n_rows}: pass the "
-                "references in the order in which they were planned",
-                entry=number, expected=item.n_rows, got=ref.n_rows,
-            )  # fmt: skip
+        if ref is not None:
+            _check_planned(number, ref, item)
     telling: dict[str, int] = {}
     for number, ref in enumerate(given):
         for name in () if ref is None else names_of(ref, None):
@@ -116,6 +113,30 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
         plan=mine, refs={number: given[number] for number in needed}, split=plan.mesh.cp > 1,
         version=_version(version),
     )  # fmt: skip
+
+
+def _check_planned(number: int, ref: StepRef | SegmentRef, item: Item) -> None:
+    """Refuse a reference whose rows lie elsewhere than those of the item: each rank would cut it at other tokens."""
+    (own,) = items_of([ref])
+    if (own.n_tokens, own.units) != (item.n_tokens, item.units):
+        units = enumerate(zip_longest(own.units, item.units))
+        differs = next((n for n, (mine, planned) in units if mine != planned), None)
+        has, planned = _shape(own, differs), _shape(item, differs)
+        raise InputError(
+            f"entry {number} of refs, {ref.id}, has {has}, and was planned with {planned}: pass the references in the "
+            "order in which they were planned; where they have units plan them, not their lengths",
+            entry=number, expected=planned, got=has,
+        )  # fmt: skip
+
+
+def _shape(item: Item, unit: int | None) -> str:
+    rows = f"{item.n_rows} rows of {item.n_tokens} tokens"
+    if unit is None:
+        return rows
+    if unit >= len(item.units):
+        return f"{rows} and {len(item.units)} units"
+    position, n_rows = item.units[unit]
+    return f"{rows}, unit {unit} being {n_rows} rows at token {position}"
 
 
 def _version(version: Any) -> str | tuple[str, ...] | None:

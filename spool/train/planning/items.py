@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from math import inf, nan
 from numbers import Integral
 from typing import Any
 
@@ -150,6 +151,16 @@ def _checked(item: Item, number: int) -> Item:
     return item
 
 
+def _as_float(cost: Any) -> float:
+    """Return a cost as a float: infinite where it is an integer that none holds, NaN where it is no number."""
+    try:
+        return float(cost)
+    except OverflowError:
+        return inf
+    except (TypeError, ValueError):
+        return nan
+
+
 def costs_of(items: Sequence[Item], cost: Cost, *, what: str = "items") -> np.ndarray:
     """Return float64 ``[len(items)]``: what each costs; its own cost goes before ``cost``.
 
@@ -171,11 +182,12 @@ def costs_of(items: Sequence[Item], cost: Cost, *, what: str = "items") -> np.nd
         if len(general) != len(items):
             raise InputError(f"cost has {len(general)} numbers for {len(items)} {what}: give one for each")
     own = [given if item.cost is None else item.cost for item, given in zip(items, general, strict=True)]
-    costs = np.array(own, np.float64)
+    costs = np.array([_as_float(each) for each in own], np.float64)
     wrong = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
     if len(wrong):
         number = int(wrong[0])
+        shown = f"{own[number]!r:.80}" if costs[number] != inf else "more than a float holds"
         raise InputError(
-            f"entry {number} of {what} costs {own[number]!r}; costs must be finite numbers, at least 0", item=number
+            f"entry {number} of {what} costs {shown}; costs must be finite numbers, at least 0", item=number
         )
     return costs

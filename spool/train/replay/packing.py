@@ -16,12 +16,13 @@ from spool.formats.arrays import Ragged
 from spool.handle import Spool
 from spool.model.fields import LOGPROBS, LOSS_MASK, TOKEN_IDS, FieldSpec, numpy_dtype
 from spool.model.refs import SegmentRef
-from spool.read.lookup import names_of
+from spool.read.lookup import extents_of, names_of
 from spool.read.memory import Memory
 from spool.read.sample import Sample
 from spool.read.select import layer_range
 from spool.train.planning.items import Item, Piece, cut
 from spool.train.planning.placement import Placement, before_response, placement, rebased, uncovered
+from spool.train.restoring.fields import agreed
 from spool.train.restoring.gaps import first_rows
 
 Array = NDArray[Any]
@@ -61,7 +62,7 @@ class Packer:
     def __init__(self, sp: Spool, wanted: Wanted, fill: int) -> None:
         self._sp, self._wanted, self._fill = sp, wanted, fill
         self._memory = Memory(sp.config.reuse_bytes)
-        self._specs: dict[str, FieldSpec] = {}
+        self._specs: dict[tuple[str, tuple[str, ...]], FieldSpec] = {}
 
     def pack(self, refs: Sequence[SegmentRef]) -> dict[str, Any]:
         """Return writable arrays that share no memory; ``n`` rows are those of all segments.
@@ -123,7 +124,7 @@ class Packer:
         return names
 
     def _column(self, name: str, refs: Sequence[SegmentRef], pieces: Sequence[Piece], begins: Sequence[int]) -> _Column:
-        spec = self._specs.get(name) or self._spec(name, refs)
+        spec = _KNOWN.get(name) or self._spec(name, refs)
         align = "token" if name == LOSS_MASK.name else spec.align
         places = [] if align == "step" else _placements(align, pieces, refs)
         if spec.ragged or align == "step":
@@ -138,17 +139,27 @@ class Packer:
         return _Column(spec, align, begins, places, starts, array, fill)
 
     def _spec(self, name: str, refs: Sequence[SegmentRef]) -> FieldSpec:
-        found = _KNOWN.get(name) or self._recorded(name, refs)
-        if found is None:
+        """Return what a field of a batch is, whatever batches came before.
+
+        Of a segment whose rows lie in the streams of an earlier one it is known: their schemas are frozen.
+        """
+        keys = [(name, tuple(dict.fromkeys([extent.stream for extent in extents_of(ref, name)]))) for ref in refs]
+        if not all(key in self._specs for key in keys):
+            found = self._recorded(name, refs)
+            self._specs |= {key: spec for key, spec in zip(keys, found, strict=True) if key[1] and spec is not None}
+        else:
+            found = [self._specs[key] for key in keys]
+        known = [(ref, spec) for ref, spec in zip(refs, found, strict=True) if spec is not None]
+        spec = agreed(known, packed=True)
+        if spec is None:
             self._wanted.read(self._sp, refs, fields=[name])  # raises, and says what there is
             raise InputError(f"no segment of the batch says what {name} is: leave it out, fields=", field=name)
-        self._specs[name] = found
-        return found
+        return spec
 
-    def _recorded(self, name: str, refs: Sequence[SegmentRef]) -> FieldSpec | None:
+    def _recorded(self, name: str, refs: Sequence[SegmentRef]) -> list[FieldSpec | None]:
         with suppress(NotFoundError):
-            return next((found[name].spec for found in self._sp.coverage(refs, [name]) if name in found), None)
-        return None
+            return [found[name].spec if name in found else None for found in self._sp.coverage(refs, [name])]
+        return [None] * len(refs)
 
     def _shape(self, spec: FieldSpec) -> tuple[int, ...]:
         if self._wanted.layers is None or spec.num_layers is None:

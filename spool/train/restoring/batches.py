@@ -91,7 +91,7 @@ def restore(
         mask_versions: tokens of ``all`` weights train, those of a segment's ``last`` ones, or those that are at most so
             many versions behind ``version``.
         drop: segments to leave out, by outcome, or as ``superseded``, ``nonfinite`` (log probabilities) or
-            ``untrained``.
+            ``untrained``: those of which no token can train (``trainable_tokens`` is 0).
         max_staleness: segments to leave out too: whose oldest weights are further behind ``version``.
         lazy: routing is a `LazyRouting` that reads a layer when asked.
         verify: as in `Spool.read`.
@@ -110,14 +110,14 @@ def restore(
     _check_current(order, mask_versions, optional(integer, "max_staleness", max_staleness))
     entries = kept(entries, reasons, max_staleness, order)
     spool = handle(sp)
-    plan = make_plan(spool, entries, asked, shape, missing, order)
+    form = layouts.FORMS[layout]
+    plan = make_plan(spool, entries, asked, shape, missing, order, packed=form.joined == "packed")
     routing = None
     if lazy and ROUTED_EXPERTS in plan.specs:
         routing = _lazy(
             spool, entries, rank, missing, experts=experts, framework=framework, device=device, verify=verify
         )
         plan = plan.without(ROUTED_EXPERTS)
-    form = layouts.FORMS[layout]
     ids, narrow = missing != "mask" or form.lacking == "consecutive", device is not None or form.reads_narrow(framework)
     rules = Rules(rank, order, missing, mask_versions, ids, narrow, verify)
     batch = read_batch(spool, entries, plan, rules)

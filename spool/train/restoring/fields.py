@@ -9,6 +9,7 @@ from spool.errors import InputError
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field
 from spool.model.moe import MoEShape, models
 from spool.read.sample import Coverage
+from spool.read.sound import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -46,28 +47,45 @@ def covers_of(
     return found
 
 
-def agreed(specs: Iterable[FieldSpec]) -> FieldSpec | None:
+def agreed(found: Iterable[tuple[Ref, FieldSpec]], *, packed: bool) -> FieldSpec | None:
     """Return what a field of several references is: of specs that are alike that which has the most ids.
 
+    Args:
+        found: each reference, and what the field is there.
+        packed: one array takes all, in which token positions are rebased.
+
     Raises:
-        InputError: no array holds the rows of all.
+        InputError: no array holds the rows of all, or they are positions in some only; names two of the references.
     """
-    chosen: FieldSpec | None = None
-    for spec in specs:
+    chosen: tuple[Ref, FieldSpec] | None = None
+    for ref, spec in found:
         if chosen is None:
-            chosen = spec
-        elif _form(spec) != _form(chosen):
+            chosen = ref, spec
+        elif (mine := _form(spec, packed=packed)) != (theirs := _form(chosen[1], packed=packed)):
             raise InputError(
-                f"{spec.name} is {_form(spec)} in one reference and {_form(chosen)} in another; restore them apart",
-                field=spec.name,
-            )
-        elif (spec.bound or 0, spec.missing is not None) > (chosen.bound or 0, chosen.missing is not None):
-            chosen = spec
-    return chosen
+                f"{spec.name} has {_differing(theirs, mine)} in {name_of(chosen[0])} and {_differing(mine, theirs)} in "
+                f"{name_of(ref)}: put them in batches of their own (filter with where=), or leave it out (fields=)",
+                field=spec.name, refs=[name_of(chosen[0]), name_of(ref)],
+            )  # fmt: skip
+        elif _n_ids(spec) > _n_ids(chosen[1]):
+            chosen = ref, spec
+    return None if chosen is None else chosen[1]
 
 
-def _form(spec: FieldSpec) -> tuple[object, ...]:
-    return spec.align, spec.ragged, spec.row_shape, spec.train_dtype or spec.dtype
+def _form(spec: FieldSpec, *, packed: bool) -> dict[str, object]:
+    """Return what has to be the same in all references, by what errors call it."""
+    form: dict[str, object] = {
+        "align": spec.align, "ragged": spec.ragged, "rows of": spec.row_shape, "dtype": spec.train_dtype or spec.dtype,
+    }  # fmt: skip
+    return {**form, "positions": spec.positions} if packed else form
+
+
+def _differing(form: dict[str, object], other: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in form.items() if value != other[name])
+
+
+def _n_ids(spec: FieldSpec) -> tuple[int, bool]:
+    return spec.bound or 0, spec.missing is not None
 
 
 def have_routing(refs: Iterable[Ref]) -> bool:

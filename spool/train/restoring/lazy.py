@@ -15,6 +15,7 @@ from spool.errors import InputError
 from spool.formats.layers import bounds
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.model.refs import Ref
+from spool.model.rows import MOST
 from spool.read.fetch import Verify
 from spool.train.planning.ranks import RankSlice, check_rank, rank_of
 from spool.train.restoring import gaps
@@ -185,6 +186,9 @@ class LazyRouting:
         rows = [entry.ref.n_rows for entry in entries]
         self._pieces = replay_rows(rows, rank, tp_rank=tp_rank, tp_size=tp_size, pad_to=pad_to)
         self.n_rows = sum(piece.stop - piece.start for piece in self._pieces)
+        if self.n_rows >= MOST:
+            wanted = f"such that this rank has fewer than {MOST} rows, not {self.n_rows}"
+            raise refused("pad_to and tp_size", wanted, (pad_to, tp_size))
         self.layers = range(*bounds(self._spec, rank.layers))
         routed = [layer for layer in self.layers if self._spec.layers is None or layer in self._spec.layers]
         none = self.layers.start
@@ -197,7 +201,8 @@ class LazyRouting:
         """Return what of the routing is missing, for each sample; learn what it looks like."""
         refs = [ref for ref in self._refs if ref is not None]
         found = [covers.get(ROUTED_EXPERTS) for covers in covers_of(self._spool, refs, [ROUTED_EXPERTS], experts)]
-        spec = agreed([cover.spec for cover in found if cover is not None]) or experts
+        known = [(ref, cover.spec) for ref, cover in zip(refs, found, strict=True) if cover is not None]
+        spec = agreed(known, packed=True) or experts
         if spec is None or not gaps.has_experts(spec):
             raise InputError("no reference says what the routing looks like; pass experts=")
         self._spec: FieldSpec = spec
@@ -205,8 +210,8 @@ class LazyRouting:
         for ref, cover in zip(refs, found, strict=True):
             if cover is not None:
                 gaps.check_gaps(ref, cover, missing)
-        known = iter(found)
-        return [None if ref is None else next(known) for ref in self._refs]
+        covers = iter(found)
+        return [None if ref is None else next(covers) for ref in self._refs]
 
     def layer(self, layer: int) -> RoutedLayer:
         """Return what stands for the routing of an absolute layer; nothing is read.

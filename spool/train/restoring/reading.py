@@ -85,6 +85,8 @@ def make_plan(
     shape: FieldSpec | None,
     missing: Missing,
     order: VersionOrder,
+    *,
+    packed: bool,
 ) -> Plan:
     """Return what is to be in a batch; no payload is read.
 
@@ -95,9 +97,10 @@ def make_plan(
         shape: of the routing, should nobody know.
         missing: what may stand for gaps.
         order: of weight versions.
+        packed: each field becomes one array.
 
     Raises:
-        InputError: nobody says what a field is.
+        InputError: nobody says what a field is, or references say what does not go together.
         NotFoundError: nobody knows a field.
         GapError: something is missing for which nothing may stand.
     """
@@ -112,7 +115,8 @@ def make_plan(
         for cover in fields.values():
             gaps.check_gaps(entry.ref, cover, missing)
     for name in stored:
-        spec = agreed([fields[name].spec for fields in covers if name in fields])
+        each = zip(entries, covers, strict=True)
+        spec = agreed([(entry.ref, fields[name].spec) for entry, fields in each if name in fields], packed=packed)
         known |= {} if spec is None else {name: spec}
     unknown = [name for name in chosen if name not in known]
     if unknown:

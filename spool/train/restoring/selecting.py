@@ -29,7 +29,7 @@ def select(
     Args:
         refs: references.
         drop: segments to leave out, by outcome, or as ``superseded``, ``nonfinite`` (log probabilities) or
-            ``untrained``.
+            ``untrained``: those of which no token can train (``trainable_tokens`` is 0).
         max_staleness: segments to leave out too: whose oldest weights are further behind ``version``.
         version: of the current weights, or all versions, oldest first, where they are no numbers.
 

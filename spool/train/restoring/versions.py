@@ -29,11 +29,13 @@ class VersionOrder(NamedTuple):
         numbers: by version.
         names: the versions by number, where they are not numbers themselves; None where they are.
         current: number of the current weights; None where nobody said which these are.
+        told: whether the caller named all versions in their order.
     """
 
     numbers: dict[str, int]
     names: tuple[str, ...] | None
     current: int | None
+    told: bool = False
 
     def number(self, version: str) -> int:
         """Return the number of a version.
@@ -49,6 +51,13 @@ class VersionOrder(NamedTuple):
                 version=version,
             )
         return found
+
+    def newest(self, ref: Ref) -> int | None:
+        """Return the number of a reference's newest version: as told, else as `Ref.version_span`; None for none."""
+        if self.told:
+            return max((self.number(span.version) for span in ref.versions), default=None)
+        span = ref.version_span
+        return None if span is None else self.number(span[1])
 
 
 def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None = None) -> VersionOrder:
@@ -80,7 +89,7 @@ def _told(versions: Sequence[str], found: Iterable[str]) -> VersionOrder:
     names = tuple(dict.fromkeys(versions))
     if not names:
         raise refused("version", "a version, or all of them, oldest first", versions)
-    order = VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1)
+    order = VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1, told=True)
     for version in found:
         order.number(version)
     return order
@@ -131,12 +140,12 @@ def masked_versions(
         order: of the batch.
         mask_versions: ``all`` weights train; the segment's ``last`` ones; or those that are at most so far behind.
     """
-    newest = ref.version_span
+    newest = order.newest(ref)
     if mask_versions == "all" or newest is None:
         return None
     old: NDArray[np.bool_]
     if mask_versions == "last":
-        old = versions != order.number(newest[1])
+        old = versions != newest
     else:
         old = (versions != NO_VERSION) & (staleness(versions, order) > mask_versions)
     return old
