@@ -34,7 +34,7 @@ from recorded import (
 )
 
 import spool
-from spool.catalog import Catalog, DamagedError, LogState, Release, Space, rivals, schema
+from spool.catalog import Catalog, DamagedError, LogState, Release, Space, files, rivals, schema
 from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
@@ -781,7 +781,7 @@ def test_damage_found_later_is_a_condition_of_its_own(path):
     _spoil_middle(path)
     with pytest.raises(DamagedError) as caught:
         list(catalog.sessions())
-    assert caught.value.file == schema.identity(path)
+    assert caught.value.file == files.identity(path)
     catalog.reset(caught.value)
     feed(catalog, [opened("again")])
     assert ids(catalog.sessions()) == ["again"]
@@ -860,7 +860,7 @@ def test_readonly_leaves_the_folder_alone(tmp_path, path):
 
 
 def test_a_transaction_of_another_process_is_waited_for_then_named(path, catalog, monkeypatch):
-    monkeypatch.setattr(schema, "BUSY_S", 0.2)
+    monkeypatch.setattr(files, "BUSY_S", 0.2)
     feed(catalog, [opened("u")])
     catalog.close()
     other = apsw.Connection(path)
@@ -1233,7 +1233,7 @@ def test_an_index_that_processes_of_another_version_use_is_left_to_them(tmp_path
     """Each would move the other's aside, again and again."""
     root = f"{tmp_path}/s"
     other = (
-        "import sys, spool; from spool.catalog import schema; schema.VERSION += 1\n"
+        "import sys, spool; from spool.catalog import files; files.VERSION += 1\n"
         f"sp = spool.open({root!r}); s = sp.session('a'); s.append(prompt_token_ids=[1], response_token_ids=[2])\n"
         "print(len(list(sp.sessions())), flush=True); sys.stdin.read(); print(len(list(sp.sessions())))\n"
     )

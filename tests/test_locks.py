@@ -12,7 +12,7 @@ import pytest
 from writing import folder, stream
 
 from spool import locks
-from spool.catalog import schema
+from spool.catalog import files
 from spool.errors import StorageError
 from spool.logs import streams
 from spool.write import recover as recovery
@@ -133,6 +133,6 @@ def test_a_folder_of_streams_that_cannot_be_listed_is_an_error_of_the_storage(tm
 
 def test_a_catalog_that_cannot_be_looked_at_is_an_error_of_the_storage(tmp_path):
     (tmp_path / "file").touch()
-    assert schema.identity(str(tmp_path / "none")) is None
+    assert files.identity(str(tmp_path / "none")) is None
     with pytest.raises(StorageError, match="cannot look at"):
-        schema.identity(str(tmp_path / "file" / "catalog.sqlite"))
+        files.identity(str(tmp_path / "file" / "catalog.sqlite"))

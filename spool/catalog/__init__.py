@@ -1,6 +1,7 @@
 """The index: SQLite fed from the commit logs. It may be deleted at any time; the logs make it again."""
 
 from spool.catalog.catalog import Catalog
+from spool.catalog.files import DamagedError
 from spool.catalog.rows import (
     GroupLook,
     Located,
@@ -16,7 +17,6 @@ from spool.catalog.rows import (
     SessionRow,
     Totals,
 )
-from spool.catalog.schema import DamagedError
 from spool.catalog.space import Space
 from spool.catalog.uses import StreamSizes
 

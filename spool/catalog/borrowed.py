@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import apsw
 
-from spool.catalog import schema, snapshot
+from spool.catalog import files, snapshot
 from spool.catalog.database import Database, Link
-from spool.catalog.schema import DamagedError
+from spool.catalog.files import DamagedError
 from spool.errors import moved_away
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class BorrowedDatabase(Database):
     """Reads the file, and writes only into a copy of it, made when something is written for the first time.
 
     While a process has the file open, it is read as SQLite's readers do. While none has, it is read without a lock, so
-    that an answer counts only if the file was the same afterwards (`schema.mark`).
+    that an answer counts only if the file was the same afterwards (`files.mark`).
 
     Where the file cannot be read in place, it begins with the copy; where there is no sound file, with nothing. Then
     ``path`` is None.
@@ -45,21 +45,21 @@ class BorrowedDatabase(Database):
     def version(self) -> tuple[object, ...]:
         """See `Database.version`."""
         path = self.path
-        return *super().version(), None if path is None else schema.mark(path)
+        return *super().version(), None if path is None else files.mark(path)
 
     def ask(self, question: Callable[[apsw.Connection], T], *, apart: bool = False) -> T:
         """See `Database.ask`."""
         for _ in range(TRIES):
             path = self.path
-            before = None if path is None else schema.mark(path)
+            before = None if path is None else files.mark(path)
             try:
                 found = super().ask(question, apart=apart)
             except DamagedError:
-                if path is None or schema.mark(path) == before:
+                if path is None or files.mark(path) == before:
                     raise
                 self.damage = None
                 continue
-            if path is None or before is None or before.has_wal or schema.mark(path) == before:
+            if path is None or before is None or before.has_wal or files.mark(path) == before:
                 return found
         self._go_on_with_copy()
         return super().ask(question, apart=apart)
@@ -95,15 +95,15 @@ class BorrowedDatabase(Database):
             link.close()
         if self.path is not None and link.connection is None:
             try:
-                link.identity, link.mark = schema.identity(self.path), schema.settled_mark(self.path)
-                link.connection = schema.connect_readonly(self.path)
+                link.identity, link.mark = files.identity(self.path), files.settled_mark(self.path)
+                link.connection = files.connect_readonly(self.path)
             except (DamagedError, OSError, apsw.Error):
                 self._go_on_with_copy()
         return link.connection if self.path is not None and link.connection else super()._connection(self._writer)
 
     @staticmethod
     def _is_as_opened(link: Link, path: str) -> bool:
-        now = schema.mark(path)
+        now = files.mark(path)
         if now is None or link.mark is None or now.has_wal != link.mark.has_wal:
             return False
         return now.identity == link.mark.identity if now.has_wal else now == link.mark

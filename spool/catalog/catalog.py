@@ -10,10 +10,11 @@ from typing import Any, Literal, TypeVar
 
 import apsw
 
-from spool.catalog import forget, listing, query, schema
+from spool.catalog import files, forget, listing, query, schema
 from spool.catalog.borrowed import BorrowedDatabase
 from spool.catalog.database import Database, Execute
 from spool.catalog.dump import dump
+from spool.catalog.files import DamagedError
 from spool.catalog.fold import decode_event
 from spool.catalog.history import late_events, openings, session_events
 from spool.catalog.ingest import Ingest, Sessions, decode_items, prepare
@@ -30,7 +31,7 @@ from spool.catalog.rows import (
     SessionRow,
     Totals,
 )
-from spool.catalog.schema import GONE, DamagedError
+from spool.catalog.schema import GONE
 from spool.catalog.shape import Summary
 from spool.catalog.space import give_back
 from spool.catalog.summary import sample, slowest, summary
@@ -90,9 +91,9 @@ class Catalog:
 
     def _first_look(self, path: str) -> None:
         with self._database.reading() as connection:
-            wrong = schema.check(connection, whole=False) if os.path.getsize(path) <= schema.CHECKED_BYTES else []
+            wrong = schema.check(connection, whole=False) if os.path.getsize(path) <= files.CHECKED_BYTES else []
             if wrong:
-                raise DamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", file=schema.identity(path))
+                raise DamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", file=files.identity(path))
 
     def reset(self, damage: DamagedError) -> None:
         """Move the file that ``damage`` is about aside; what follows works on a new, empty one."""

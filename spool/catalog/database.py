@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import apsw
 
-from spool.catalog import schema
-from spool.catalog.schema import DamagedError
+from spool.catalog import files
+from spool.catalog.files import DamagedError
 from spool.errors import NO_ROOM, CapacityError, StorageError, moved_away
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Link:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.connection: apsw.Connection | None = None
-        self.identity: schema.Identity | None = None
-        self.mark: schema.Mark | None = None
+        self.identity: files.Identity | None = None
+        self.mark: files.Mark | None = None
         self.owner = 0
         self.held = False
 
@@ -88,7 +88,7 @@ class Database:
         """Something that changes whenever the content may be another: a new file, a reset, a child's own memory."""
         if self.path is None:
             return (0, 0, self._memory_epoch)
-        return schema.identity(self.path) or (0, 0)
+        return files.identity(self.path) or (0, 0)
 
     def version(self) -> tuple[object, ...]:
         """Return a value that changes whenever something was written, by whichever process."""
@@ -178,7 +178,7 @@ class Database:
         self.damage = None
         if self.path is None or damage.file is None:
             return None
-        return schema.move_aside(self.path, damage.file)
+        return files.move_aside(self.path, damage.file)
 
     def close(self) -> None:
         """Close the connections; the next operation opens them again."""
@@ -188,11 +188,11 @@ class Database:
 
     def _connection(self, link: Link) -> apsw.Connection:
         # 2 us, and the only way to learn that the file was deleted or moved aside by another process
-        if self.path is not None and not link.owner and schema.identity(self.path) != link.identity:
+        if self.path is not None and not link.owner and files.identity(self.path) != link.identity:
             link.close()
         if link.connection is None:
-            link.connection = schema.connect(self.path or schema.MEMORY)
-            link.identity = schema.identity(self.path) if self.path is not None else None
+            link.connection = files.connect(self.path or files.MEMORY)
+            link.identity = files.identity(self.path) if self.path is not None else None
         return link.connection
 
     @contextmanager
@@ -210,7 +210,7 @@ class Database:
             raise _no_room(name, error) from error
         except (apsw.BusyError, apsw.LockedError, apsw.ProtocolError) as error:
             raise StorageError(
-                f"{name} was busy with another process's transaction for {schema.BUSY_S:g} s ({error}); try again",
+                f"{name} was busy with another process's transaction for {files.BUSY_S:g} s ({error}); try again",
                 path=name,
                 busy=True,
             ) from error

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import apsw
 
-from spool.catalog import schema
-from spool.catalog.schema import DamagedError
+from spool.catalog import files, schema
+from spool.catalog.files import DamagedError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -38,12 +38,12 @@ def load(path: str) -> apsw.Connection | None:
         None where there is no sound catalog, no room for a copy, or it changed too often to be copied.
     """
     for _ in range(_ATTEMPTS):
-        before = schema.settled_mark(path)
+        before = files.settled_mark(path)
         try:
             found = _through_sqlite(path)
         except (DamagedError, OSError, apsw.Error):
             break
-        if before is None or before.has_wal or schema.mark(path) == before:
+        if before is None or before.has_wal or files.mark(path) == before:
             return found
         found.close()
     return _through_files(path)
@@ -55,7 +55,7 @@ def _through_sqlite(path: str) -> apsw.Connection:
     No descriptor of it is closed but by SQLite: that would take away the locks that this process may have on it for
     another handle.
     """
-    source = schema.connect_readonly(path)
+    source = files.connect_readonly(path)
     try:
         return _copy_of(source, os.path.getsize(path))
     finally:
@@ -69,12 +69,12 @@ def _through_files(path: str) -> apsw.Connection | None:
         try:
             if not any(_copied(path, copy) for _ in range(_ATTEMPTS)):
                 return None
-            found = schema.connect(copy)
+            found = files.connect(copy)
         except (DamagedError, OSError, apsw.Error):
             return None
         try:
             n_bytes = os.path.getsize(copy)
-            if n_bytes <= schema.CHECKED_BYTES and schema.check(found, whole=False):
+            if n_bytes <= files.CHECKED_BYTES and schema.check(found, whole=False):
                 return None
             return _copy_of(found, n_bytes)
         except (OSError, apsw.Error):
@@ -86,7 +86,7 @@ def _through_files(path: str) -> apsw.Connection | None:
 def _copy_of(source: apsw.Connection, n_bytes: int) -> apsw.Connection:
     """Return a copy in memory, or in a file without a name."""
     with TemporaryDirectory(prefix="spool-") as folder:
-        target = schema.connect(schema.MEMORY if n_bytes <= MEMORY_BYTES else os.path.join(folder, "catalog.sqlite"))
+        target = files.connect(files.MEMORY if n_bytes <= MEMORY_BYTES else os.path.join(folder, "catalog.sqlite"))
         try:
             target.pragma("journal_mode", "memory")
             with target.backup("main", source, "main") as backup:
@@ -102,7 +102,7 @@ def _copied(path: str, target: str) -> bool:
     """Copy the file and its WAL; whether they belong together is known from what did not change meanwhile."""
     mark = _mark(path)
     if mark is None:
-        time.sleep(schema.SETTLED_NS / 1e9)
+        time.sleep(files.SETTLED_NS / 1e9)
         return False
     shutil.copyfile(path, target)
     with suppress(FileNotFoundError):
@@ -118,7 +118,7 @@ def _mark(path: str) -> Hashable:
     Frames that a WAL grows by are no change: what is behind the last commit in the copy is left out by SQLite.
     """
     found = os.stat(path)
-    if time.time_ns() - found.st_mtime_ns < schema.SETTLED_NS:
+    if abs(time.time_ns() - found.st_mtime_ns) < files.SETTLED_NS:
         return None
     header = b""
     with suppress(FileNotFoundError), open(f"{path}-wal", "rb") as file:
