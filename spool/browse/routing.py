@@ -295,7 +295,9 @@ def _steps(sp: Spool, ref: Ref, other: Ref | None) -> Iterator[Known]:
 
 def _choices(sp: Spool, ref: Ref) -> list[Ref]:
     """Return the other segments of the reference's session, of both views."""
-    found: list[Ref] = [*sp.view(ref.session_id, "lineage"), *sp.view(ref.session_id, "timeline")]
+    from spool.look.references import of_view
+
+    found: list[Ref] = [*of_view(sp, ref.session_id, "lineage")[0], *of_view(sp, ref.session_id, "timeline")[0]]
     return [part for part in found if part.id != ref.id][:_MOST_CHOICES]
 
 

@@ -189,8 +189,8 @@ class SpoolScreen(Screen[None]):
     def refer(self) -> str | None:
         """Return the reference of the thing under the cursor, as the command line takes it; None for nothing.
 
-        A session's id, ``SESSION:STEP``, ``SESSION@VIEW/INDEX``, or a reference as JSON. It is what is copied and
-        exported, and whose bytes the screen of storage shows.
+        A session's id, ``SESSION:STEP``, or ``SESSION@VIEW/INDEX``. It is what is copied and exported, and whose bytes
+        the screen of storage shows.
         """
         return None
 

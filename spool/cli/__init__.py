@@ -66,7 +66,9 @@ def root() -> None:
     taken for it where it is a URL or a directory that holds a spool.
 
     A REF is the id of a session, SESSION:STEP, SESSION@VIEW/INDEX, a reference as JSON, or @FILE with such (@- for
-    stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash.
+    stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash. SESSION@VIEW/INDEX
+    is the segment that the session was finalised with where that was with this view, whatever its options; else the one
+    that the view makes by default.
 
     Data goes to stdout, all else to stderr. On a terminal data are tables, elsewhere tab-separated lines under a
     heading, or JSON with --json. Verbs that only read never write to the spool, and wait for no lock in it.
