@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import shutil
+import sys
 import threading
 import time
 
@@ -216,6 +218,19 @@ async def test_groups_show_the_spread_of_rewards_and_open(many, spool_uri):
         assert ids(at, "#groups")[0] == "g5"
         await at.press("q")
         assert "sessions: 31" in at.lines[0]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.0, 1e308], [-1e308, 1e308], [-sys.float_info.max] * 2 + [1.0], [1e200, 2e200], [5e-324, 1e-323], [0.0, 5e-324],
+     [-sys.float_info.max, sys.float_info.max], [1.0, 1.0 + 2**-52]],
+)  # fmt: skip
+async def test_the_spread_of_rewards_of_any_size_is_drawn(sp, spool_uri, rewards):
+    for number, reward in enumerate(rewards):
+        session(sp, f"s{number}", group_id="g", reward=reward)
+    async with browsing(spool_uri, size=(160, 24)) as at:
+        await at.press("g")
+        assert re.search("[●━]{12}", at.line(f"{len(rewards)}/{len(rewards)}"))
 
 
 async def test_groups_tell_discarded_sessions_and_columns_that_do_not_fit(many, spool_uri):
