@@ -11,6 +11,7 @@ import click
 
 from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
+from spool.cli.streams import fill_in, show_escapes
 from spool.config import kill_point
 from spool.points import kill_at
 from spool.sizes import format_time
@@ -88,11 +89,10 @@ class _Warnings(logging.Handler):
 
 def main() -> None:
     """Run the command line and exit."""
+    fill_in()
     logging.getLogger("spool").addHandler(_Warnings())
     try:
-        for stream in (sys.stdout, sys.stderr):
-            # whatever the locale: what it cannot say is shown as an escape
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        show_escapes()
         die_at = kill_point()
         if die_at is not None:
             kill_at(*die_at)
