@@ -678,6 +678,31 @@ async def test_a_spool_that_is_removed_while_someone_looks(many, spool_uri, tmp_
         assert at.app.is_running
 
 
+@pytest.mark.parametrize(
+    ("keys", "back"),
+    [("", ""), ("enter", ""), ("enter enter", "q"), ("enter r", "q"), ("g", ""), ("b", ""), ("question_mark", "q")],
+)
+async def test_a_run_that_is_started_anew_in_the_folder_is_shown_instead(sp, spool_uri, tmp_path, keys, back):
+    for number in range(3):
+        session(sp, f"old{number}", 2, group_id="g")
+    sp.close()
+    async with browsing(spool_uri) as at:
+        await at.press(*keys.split())
+        shutil.rmtree(tmp_path / "spool")
+        with spool.open(spool_uri) as other:
+            session(other, "new")
+            await at.press(*back.split())
+            await at.until(lambda: "the run was started anew" in at.text, "the new run")
+            await at.settle()
+            assert "sessions: 1" in at.lines[0] and ids(at) == ["new"]
+            session(other, "newer")
+            await at.until(lambda: "sessions: 2" in at.lines[0], "the next session")
+            await at.press("enter")
+            assert at.screen.refer() == "new:0"
+            await at.press("q", "q")
+        assert not at.app.is_running
+
+
 async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_uri, tmp_path):
     many.flush()
     many.close()

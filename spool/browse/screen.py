@@ -13,7 +13,7 @@ from textual.widgets import Footer, Static
 
 from spool.browse.asking import Asking
 from spool.browse.wrapping import elided
-from spool.errors import SpoolError
+from spool.errors import ReplacedError, SpoolError
 from spool.look.text import one_line
 
 if TYPE_CHECKING:
@@ -136,6 +136,9 @@ class SpoolScreen(Screen[None]):
             if self._failing == question.key:
                 self.say("")
             question.then(message.value)
+            return
+        if isinstance(error, ReplacedError):
+            self.browser.begin_anew()
             return
         if not isinstance(error, EXPECTED):
             self.browser.faults.append(error)
