@@ -431,10 +431,11 @@ def test_nothing_and_gaps_are_told(sp):
         await press(pilot, "s", "j", "l")
 
     async def some(pilot):
-        assert "4 rows · 5 never sent, in 1 gaps" in text(pilot, "#status")
+        assert "4 rows · 5 never sent, in 1 gap" in text(pilot, "#status")
 
     async def all_gap(pilot):
         assert "0 rows · 9 never sent" in text(pilot, "#status")
+        assert "nothing was counted" in text(pilot, "#numbers") and "never used" not in text(pilot, "#numbers")
         assert lines(pilot, LayerMap)[1].split()[1:5] == ["-"] * 4
         await press(pilot, "s", "j", "l")
 

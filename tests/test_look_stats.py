@@ -333,6 +333,7 @@ def test_rewards_of_any_size_are_counted_and_spread(sp, tmp_path, rewards):
             assert math.isclose(std, statistics.pstdev(rewards), rel_tol=1e-6, abs_tol=1e-15)
     done = run("stats", sp.config.root, "--json")
     assert done.code == 0
+    assert max(map(len, run("stats", sp.config.root).text.split())) < 40
     assert run("report", sp.config.root, "-o", tmp_path / "page.html").code == 0
 
 
