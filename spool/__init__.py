@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PayloadError,
         RankError,
         ReleasedError,
+        ReplacedError,
         SessionStateError,
         SpoolError,
         StepConflictError,
@@ -39,8 +40,8 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(
         ("CapacityError", "ConfigError", "GapError", "InputError", "IntegrityError", "LockedError", "NotFoundError",
-         "PayloadError", "RankError", "ReleasedError", "SessionStateError", "SpoolError", "StepConflictError",
-         "StorageError"),
+         "PayloadError", "RankError", "ReleasedError", "ReplacedError", "SessionStateError", "SpoolError",
+         "StepConflictError", "StorageError"),
         "spool.errors",
     ),
     **dict.fromkeys(("Spool", "open"), "spool.handle"),
@@ -71,6 +72,7 @@ __all__ = [
     "RankError",
     "Ref",
     "ReleasedError",
+    "ReplacedError",
     "Sample",
     "SegmentRef",
     "Session",

@@ -13,6 +13,7 @@
     |-- GapError              rows that were never sent: pass missing=..., or cut the segment
     |-- CapacityError         wait, or give more room
     |-- StorageError          the storage failed: retry, or call its operator (also an OSError)
+    |   |-- ReplacedError       another spool is in its place: open that one
     |   `-- LockedError         another process owns this
     |-- RankError             another rank, or who reads for it, failed or is gone: restart the job, or give more time
     `-- IntegrityError        bytes on disk are not what was written: restore them from elsewhere
@@ -116,6 +117,21 @@ def moved_away(root: str) -> StorageError:
     return StorageError(
         f"the hot root {root} was moved, removed or replaced while it was open, and nothing more is recorded; move it "
         "back, or close this handle and open the spool where it is now",
+        root=root,
+    )
+
+
+class ReplacedError(StorageError):
+    """Another spool lies where this one was opened: open that one, or this one where it is now."""
+
+    kind = "replaced"
+
+
+def replaced(root: str) -> ReplacedError:
+    """Return the error for a hot root in whose place another spool's is."""
+    return ReplacedError(
+        f"the hot root {root} was replaced while it was open: another spool is there, as of a run that was started "
+        "anew; close this handle and open the spool where it is now, or the other one",
         root=root,
     )
 

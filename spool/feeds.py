@@ -11,6 +11,7 @@ from spool.errors import StorageError
 from spool.logs import LogFeeder, Problem
 from spool.logs.cold import ColdFeeder
 from spool.model.events import Single
+from spool.root import Standing
 from spool.stores.retry import hurried
 
 log = logging.getLogger("spool.logs")
@@ -32,11 +33,13 @@ class Feeds:
         hot: feeds it from the hot root; of a spool that is open from its cold root it finds nothing.
         cold: feeds it from the cold root; None where there is none.
         local: there is a hot root, whose own news do not wait for a cold root that cannot be reached.
+        standing: notices that another spool is in its place.
     """
 
-    def __init__(self, hot: LogFeeder, cold: ColdFeeder | None, *, local: bool) -> None:
+    def __init__(self, hot: LogFeeder, cold: ColdFeeder | None, standing: Standing, *, local: bool) -> None:
         self.hot = hot
         self.cold = cold
+        self._standing = standing
         self._local = local
         self._ask_again_at = 0.0
 
@@ -53,7 +56,9 @@ class Feeds:
         Raises:
             StorageError: a root cannot be read. Where there is a hot root, an unreachable cold one is only logged, once
                 and after `PATIENCE_S`.
+            ReplacedError: another spool is where the hot root was.
         """
+        self._standing.check()
         problems = self.hot.catch_up()
         if self.cold is None:
             return problems

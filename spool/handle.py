@@ -49,7 +49,7 @@ from spool.recorder import Recorder
 from spool.retention import Decision
 from spool.rollout.state import SessionState
 from spool.rollout.views import View, check_options, segments
-from spool.root import FORMAT, Place, created_at, find
+from spool.root import FORMAT, Place, Standing, created_at, find
 from spool.session import Session
 from spool.spiller.keeper import Keeper
 from spool.status import Status
@@ -119,7 +119,7 @@ class Spool:
             else ColdFeeder(place.objects, self._catalog, self._is_local, self._unspilled, spool_id=place.identity.id)
         )
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
-        self._feeds = Feeds(self._feeder, cold, local=config.root is not None)
+        self._feeds = Feeds(self._feeder, cold, Standing(config.root, self.spool_id), local=config.root is not None)
         self._history = History(self.spool_id, config, self._catalog, self._feeds)
         self._readers = Readers(config, self.spool_id, self._catalog, self._feeds, observer)
         self._keeper = None

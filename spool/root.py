@@ -15,7 +15,7 @@ import xxhash
 from msgspec import Struct
 
 from spool.config import Config
-from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError, moved_away
+from spool.errors import ConfigError, IntegrityError, NotFoundError, SpoolError, StorageError, moved_away, replaced
 from spool.formats.shard import group_key, parse_attributes
 from spool.observe import Observer, Retried, tell
 from spool.stores.local import check_hot_root, create_atomic, map_os_error, read_file, write_atomic
@@ -130,11 +130,45 @@ def check_there(root: str, spool_id: str) -> None:
     """Check that a hot root that was opened is still the one at ``root``.
 
     Raises:
-        StorageError: it was moved, removed or replaced.
+        StorageError: it was moved or removed.
+        ReplacedError: another spool's is there.
     """
     found = read_identity(root)
-    if found is None or found.id != spool_id:
+    if found is None:
         raise moved_away(root)
+    if found.id != spool_id:
+        raise replaced(root)
+
+
+class Standing:
+    """Notices that another spool is where one was opened; that costs a `stat` as long as nothing changes.
+
+    Args:
+        root: the hot root; None where there is none, and nothing is noticed.
+        spool_id: of the spool that was opened.
+    """
+
+    def __init__(self, root: str | None, spool_id: str) -> None:
+        self._root, self._id = root, spool_id
+        self._mark: tuple[int, ...] | None = None
+
+    def check(self) -> None:
+        """Check that no other spool is there; one that is away, or damaged, is told by who reads it.
+
+        Raises:
+            ReplacedError: another one is.
+        """
+        if self._root is None:
+            return
+        try:
+            found = os.stat(os.path.join(self._root, "spool.json"))
+            mark = found.st_dev, found.st_ino, found.st_ctime_ns  # numbers of files are given out again
+            identity = None if mark == self._mark else read_identity(self._root)
+        except (OSError, SpoolError):
+            return
+        if identity is not None and identity.id != self._id:
+            raise replaced(self._root)
+        self._mark = mark
 
 
 def read_cold_identity(objects: Objects) -> Identity | None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import re
 import shutil
+import sys
 import threading
 import time
 
@@ -216,6 +218,19 @@ async def test_groups_show_the_spread_of_rewards_and_open(many, spool_uri):
         assert ids(at, "#groups")[0] == "g5"
         await at.press("q")
         assert "sessions: 31" in at.lines[0]
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.0, 1e308], [-1e308, 1e308], [-sys.float_info.max] * 2 + [1.0], [1e200, 2e200], [5e-324, 1e-323], [0.0, 5e-324],
+     [-sys.float_info.max, sys.float_info.max], [1.0, 1.0 + 2**-52]],
+)  # fmt: skip
+async def test_the_spread_of_rewards_of_any_size_is_drawn(sp, spool_uri, rewards):
+    for number, reward in enumerate(rewards):
+        session(sp, f"s{number}", group_id="g", reward=reward)
+    async with browsing(spool_uri, size=(160, 24)) as at:
+        await at.press("g")
+        assert re.search("[●━]{12}", at.line(f"{len(rewards)}/{len(rewards)}"))
 
 
 async def test_groups_tell_discarded_sessions_and_columns_that_do_not_fit(many, spool_uri):
@@ -661,6 +676,30 @@ async def test_a_spool_that_is_removed_while_someone_looks(many, spool_uri, tmp_
         for key in ("j", "r", "s", "enter", "G", "g", "q", "b", "q", "enter", "j", "tab", "v", "b", "r", "q"):
             await at.press(key)
         assert at.app.is_running
+
+
+@pytest.mark.parametrize(
+    ("keys", "back"),
+    [("", ""), ("enter", ""), ("enter enter", "q"), ("enter r", "q"), ("g", ""), ("b", ""), ("question_mark", "q")],
+)
+async def test_a_run_that_is_started_anew_in_the_folder_is_shown_instead(sp, spool_uri, tmp_path, keys, back):
+    for number in range(3):
+        session(sp, f"old{number}", 2, group_id="g")
+    sp.close()
+    async with browsing(spool_uri) as at:
+        await at.press(*keys.split())
+        shutil.rmtree(tmp_path / "spool")
+        with spool.open(spool_uri) as other:
+            session(other, "new")
+            await at.press(*back.split())
+            await at.until(lambda: "the run was started anew" in at.text, "the new run")
+            await at.settle()
+            assert "sessions: 1" in at.lines[0] and ids(at) == ["new"]
+            session(other, "newer")
+            await at.until(lambda: "sessions: 2" in at.lines[0], "the next session")
+            await at.settle()  # the row that moved down is fetched
+            await at.press("enter")
+            assert at.screen.refer() == "new:0"
 
 
 async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_uri, tmp_path):

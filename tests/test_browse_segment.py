@@ -403,6 +403,21 @@ def test_512_experts_and_75_layers_fit(sp, size):
     look(sp, RoutingScreen(finished(sp, "wide", drawn(60, shape), shape)), do, size=size)
 
 
+def test_the_cursor_on_the_last_expert_stays_there_in_any_size(sp):
+    shape = MoEShape(num_layers=2, num_experts=256, topk=2)
+
+    async def do(pilot):
+        await press(pilot, "dollar_sign")
+        table = pilot.app.screen.query_one(LayerMap)
+        for width in (79, 50, 300, 20, 80):
+            await pilot.resize_terminal(width, 24)
+            await settle(pilot)
+            low, high = table.experts
+            assert 0 <= low < high <= 256 and f"expert{'s' if high - low > 1 else ''} {low}" in text(pilot, "#numbers")
+
+    look(sp, RoutingScreen(finished(sp, "wide", drawn(20, shape), shape)), do, size=SMALL)
+
+
 def test_nothing_and_gaps_are_told(sp):
     plain = sp.session("none").append(prompt_token_ids=counting(5), response_token_ids=[1])
     gaps = sp.session("gaps", experts=SHAPE).append(
@@ -416,10 +431,11 @@ def test_nothing_and_gaps_are_told(sp):
         await press(pilot, "s", "j", "l")
 
     async def some(pilot):
-        assert "4 rows · 5 never sent, in 1 gaps" in text(pilot, "#status")
+        assert "4 rows · 5 never sent, in 1 gap" in text(pilot, "#status")
 
     async def all_gap(pilot):
         assert "0 rows · 9 never sent" in text(pilot, "#status")
+        assert "nothing was counted" in text(pilot, "#numbers") and "never used" not in text(pilot, "#numbers")
         assert lines(pilot, LayerMap)[1].split()[1:5] == ["-"] * 4
         await press(pilot, "s", "j", "l")
 

@@ -317,6 +317,31 @@ def test_storage_that_fails_is_told_apart(some, tmp_path):
         assert b"No space left" in done.stderr
 
 
+def test_a_standard_stream_that_is_closed_is_missed_only_where_it_is_needed(some):
+    def closed(how, *args):
+        command = ["bash", "-c", f'exec "$0" "$@" {how}', SCRIPT, *args]
+        done = subprocess.run(command, capture_output=True, env=environment(), timeout=60, stdin=subprocess.DEVNULL)
+        assert b"Traceback" not in done.stderr, done
+        return done.returncode, done.stdout, done.stderr.decode()
+
+    whole = run("ls", some).out
+    assert closed("2>&-", "ls", some) == (0, whole, "")
+    assert closed("<&-", "ls", some) == (0, whole, "")
+    assert closed("<&- 2>&-", "ls", some) == (0, whole, "")
+    for args in (("ls", some), ("ls", some, "--json"), ("cat", some, "plain", "--format", "npz"), ("tail", some)):
+        code, _, said = closed(">&-", *args)
+        assert code == 4 and "Bad file descriptor" in said
+        assert closed("<&- >&- 2>&-", *args)[0] == 4
+    assert closed("2>&-", "show", some, "nobody") == (3, b"", "")
+    code, _, said = closed("<&-", "show", some, "@-")
+    assert code == 4 and "cannot read '-': Bad file descriptor" in said
+    assert closed(">&-", "report", some, "--force", "-o", PAGE)[0] == 0
+    for how in ("<&-", ">&-"):
+        code, _, said = closed(how, "browse", some)
+        assert code == 2 and "browse needs a terminal" in said
+    assert closed("2>&-", "browse", some)[0] == 2
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     root = str(tmp_path / "s")
     with library.open(root) as sp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,6 +195,27 @@ def test_it_ends_when_the_reader_is_gone(sp):
         process.stderr.close()
 
 
+def test_a_run_that_is_started_anew_in_the_folder_follows_from_its_beginning(tmp_path, tail):
+    root = tmp_path / "s"
+    with spool.open(str(root)) as sp:
+        for number in range(3):
+            record(sp, f"old{number}", n_steps=1)
+    found = tail(root, "--json", "-n", "1")
+    wait_for(lambda: found.lines, what="the first line")
+    time.sleep(0.5)
+    for run_name in ("new", "newest"):
+        shutil.rmtree(root)
+        with spool.open(str(root)) as sp:
+            for number in range(6):
+                record(sp, f"{run_name}{number}", n_steps=1)
+            wait_for(lambda: f"{run_name}5" in found.lines[-1], what="the new run")  # noqa: B023
+    code, said = found.end()
+    assert code == 130 and said.count("started anew: it follows from its beginning") == 2
+    told = [("finished", "old2")]
+    told += [(what, f"{name}{n}") for name in ("new", "newest") for n in range(6) for what in ("opened", "finished")]
+    assert found.told() == told
+
+
 def test_waiting_costs_next_to_nothing(sp, tail):
     for number in range(30):
         record(sp, f"s{number}", n_steps=1)
@@ -230,7 +252,7 @@ def test_a_root_that_cannot_be_read_is_said_once_and_asked_again(sp, monkeypatch
 
     record(sp, "b")
     monkeypatch.setattr(sp, "news", failing)
-    told = list(follow(sp, mark, None, wait=lambda _: len(calls) > 3))
+    told = list(follow(sp, mark, None, wait=lambda _: len(calls) > 3, anew=None))
     assert [(item.what, item.row.session_id) for item in told] == [("opened", "b"), ("finished", "b")]
     assert caplog.text.count("the disk is away") == 1
 
@@ -238,7 +260,8 @@ def test_a_root_that_cannot_be_read_is_said_once_and_asked_again(sp, monkeypatch
 def test_pauses_grow_while_nothing_happens(sp):
     record(sp, "a")
     pauses = []
-    assert list(follow(sp, mark_of(sp), None, wait=lambda s: pauses.append(s) or len(pauses) > 20)) == []
+    wait = lambda s: pauses.append(s) or len(pauses) > 20  # noqa: E731
+    assert list(follow(sp, mark_of(sp), None, wait=wait, anew=None)) == []
     assert pauses == sorted(pauses) and pauses[0] < 0.2 and pauses[-1] == 1.0
 
 

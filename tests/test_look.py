@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from spool.browse.filters import read_typed
 from spool.browse.wrapping import wrapped
+from spool.errors import NotFoundError
 from spool.look.conversation import Block, blocks, n_shared, spelled, step_before
 from spool.look.places import FieldPlace, fetched_bytes, places
 from spool.look.references import find, named
@@ -90,12 +91,20 @@ def test_a_session_is_looked_at_with_its_retries_and_the_segments_of_a_view(sp):
         assert sp.messages(row.step.ref) == sp.messages(sp.steps("tree")[row.step.index])
 
 
-def test_a_segment_of_other_options_is_named_by_its_reference(sp):
-    s = tree(sp)
-    s.finalize(outcome="completed", trailing="keep", gaps="keep")
-    kept = look_at(sp, "tree")
-    for look, ref in zip(kept.segments, sp.final_segments("tree"), strict=True):
-        assert find(sp, look.name) == [ref]
+@pytest.mark.parametrize("options", [
+    {"superseded": "keep"}, {"trailing": "keep", "gaps": "keep"}, {"train_shared_prefix": "all"},
+    {"view": "timeline", "gaps": "keep"},
+])  # fmt: skip
+def test_a_segment_is_named_as_the_session_was_finalised_whatever_the_options(sp, options):
+    made = tree(sp).finalize(outcome="completed", **options)
+    found = look_at(sp, "tree")
+    assert found.is_final and [segment.name for segment in found.segments] == [ref.id for ref in made]
+    assert [find(sp, look.name) for look in found.segments] == [[ref] for ref in sp.final_segments("tree")]
+    assert [each[0].steps for each in (find(sp, ref.id) for ref in made)] == [ref.steps for ref in made]
+    other = "lineage" if "view" in options else "timeline"
+    assert find(sp, f"tree@{other}/1") == [sp.view("tree", other)[1]]
+    with pytest.raises(NotFoundError, match=f"has no {made[0].view} segment {len(made)}; it has 0, 1"):
+        find(sp, f"tree@{made[0].view}/{len(made)}")
 
 
 def test_light_references_of_a_session_in_several_streams_find_their_messages(sp, open_spool, spool_uri):

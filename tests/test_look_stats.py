@@ -17,7 +17,8 @@ from kit import add, counting, session
 from shell import on_terminal, run
 
 import spool
-from spool.catalog.summary import EXACT, MOST_BINS, MOST_NAMES, MOST_PERIODS, MOST_STEPS
+from spool.catalog.bins import EXACT
+from spool.catalog.summary import MOST_BINS, MOST_NAMES, MOST_PERIODS, MOST_STEPS
 from spool.errors import InputError
 from spool.importers import import_runs
 from spool.look.routing import RoutingSummary
@@ -159,6 +160,24 @@ def test_versions_that_are_no_numbers_count_as_they_appeared(sp):
     assert sp.summary(current_version="unheard of").staleness.behind.low == 1
 
 
+@pytest.mark.parametrize("prefix", ["", "step-"])
+def test_versions_are_those_of_the_segments_that_are_asked_for(sp, prefix):
+    for name, versions, source in (("a", "123", "x"), ("b", "23", "x"), ("gone", "9", "y"), ("c", "7", "z")):
+        s = session(sp, name, source=source)
+        spans = [(prefix + version, at, at + 1) for at, version in enumerate(versions)]
+        add(s, [1], list(range(2, 2 + len(versions))), weight_version=spans)
+        s.finalize()
+    sp.discard("gone")
+
+    def found(where=None):
+        stale = sp.summary(where).staleness
+        return stale.n_versions, stale.newest, stale.behind.n
+
+    assert found() == (4, f"{prefix}7", 3)
+    assert found("source = 'x'") == (3, "step-2" if prefix else "3", 2)
+    assert found("source = 'y'") == (0, None, 0)
+
+
 def test_far_apart_values_stay_few_bins(sp):
     for number, reward in enumerate([-1e30, 0, 1e-9, 3.5e12, 1e300]):
         s = session(sp, f"s{number}", rollout_step=number * 10**15, source=f"source {number}")
@@ -180,6 +199,21 @@ def test_one_reward_and_a_fact_that_is_no_reward(sp):
             sp.annotate(name, reward=float(reward))
     found = sp.summary().rewards
     assert (found.n, found.n_missing, found.mean) == (2, 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[n / 10 for n in range(11)], [0.3] * 5 + [0.0, 1.0], [0.7] * 4 + [0.0, 1.0], [n / 60 for n in range(60)],
+     [n / 10 for n in range(-7, 4)], [math.nextafter(0.3, 0), 1.3], [0.3, 0.3], [0, 1, 2, 24], [-0.15, 1.1]],
+)  # fmt: skip
+def test_a_reward_on_an_edge_is_in_the_bin_that_begins_there(sp, rewards):
+    for number, reward in enumerate(rewards):
+        add(s := session(sp, f"s{number}"), [1], [2])
+        s.finalize()
+        sp.annotate(f"s{number}", reward=reward)
+    found = sp.summary().rewards
+    check(found, rewards)
+    assert len(found.bins) <= MOST_BINS
 
 
 def test_more_sources_than_are_told_apart(sp):
@@ -299,6 +333,7 @@ def test_rewards_of_any_size_are_counted_and_spread(sp, tmp_path, rewards):
             assert math.isclose(std, statistics.pstdev(rewards), rel_tol=1e-6, abs_tol=1e-15)
     done = run("stats", sp.config.root, "--json")
     assert done.code == 0
+    assert max(map(len, run("stats", sp.config.root).text.split())) < 40
     assert run("report", sp.config.root, "-o", tmp_path / "page.html").code == 0
 
 

@@ -181,6 +181,7 @@ def test_verbs_that_read_work_on_a_cold_root(hot, cold):
     tiers = [{name: (field.pop("hot_bytes"), field.pop("cold_bytes")) for name, field in one["coverage"].items()}
              for one in (shown, there)]  # fmt: skip
     assert shown == there
+    assert [one.pop("loss_mask") for one in tiers] == [(0, 0)] * 2, "it follows from what was generated"
     assert all(hot_bytes and not cold_bytes for hot_bytes, cold_bytes in tiers[0].values())
     assert all(cold_bytes and not hot_bytes for hot_bytes, cold_bytes in tiers[1].values())
     facts, known = run("info", cold, "--json").json, run("info", hot, "--json").json

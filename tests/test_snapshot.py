@@ -404,6 +404,29 @@ def test_a_root_that_is_away_is_not_an_empty_one(tmp_path):
         assert sp._catalog.is_borrowed
 
 
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_spool_that_replaced_another_is_not_mixed_with_it(tmp_path, readonly):
+    root = tmp_path / "s"
+    with spool.open(str(root)) as sp:
+        add(sp.session("s", experts=SHAPE), [1, 2], [3])
+    sp = spool.open(str(root), readonly=readonly)
+    listing, mark = sp.listing(), sp.news()[1]
+    root.rename(tmp_path / "away")
+    with spool.open(str(root)) as other:
+        for name in ("a", "b"):
+            add(other.session(name, experts=SHAPE), [1, 2], [3])
+    for ask in (
+        lambda: list(sp.sessions()), lambda: list(sp.segments()), sp.listing, listing.refresh, sp.groups, sp.summary,
+        lambda: sp.find_session("s"), lambda: sp.news(mark), lambda: sp.steps("b"),
+    ):  # fmt: skip
+        with pytest.raises(spool.ReplacedError, match=f"{root} was replaced .* another spool is there"):
+            ask()
+    root.rename(tmp_path / "other")
+    (tmp_path / "away").rename(root)
+    assert [row.session_id for row in sp.sessions()] == ["s"]
+    sp.close()
+
+
 @pytest.mark.parametrize("end", ["sp.close()", ""])
 def test_a_process_that_ends_leaves_an_index_that_has_all(tmp_path, end):
     """So that whoever only reads afterwards needs no copy, also where nobody closed the handle."""

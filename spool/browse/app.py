@@ -64,6 +64,7 @@ class Browser(App[BaseException]):
         self._spool: Spool | None = None
         self.tokenizer = tokenizer
         self.place = ""
+        self._news = ""
         self.faults: list[BaseException] = []
 
     @property
@@ -98,7 +99,19 @@ class Browser(App[BaseException]):
 
         self._spool = spool
         self.place = one_line(spool.config.url.removeprefix("file://"))
-        self.switch_screen(SessionsScreen())
+        self.switch_screen(SessionsScreen(news=self._news))
+
+    def begin_anew(self) -> None:
+        """Leave all screens, since another spool is where this one was, and open that."""
+        from spool.browse.opening import OpeningScreen
+
+        self._news = "the run was started anew: this is another spool, at the same place"
+        if self._spool is not None:
+            _let_go(self._spool)
+            self._spool = None
+        while len(self.screen_stack) >= FIRST:
+            self.pop_screen()
+        self.push_screen(OpeningScreen())
 
     def failed(self, error: BaseException) -> None:
         """Leave, since there is nothing to show."""
@@ -107,9 +120,7 @@ class Browser(App[BaseException]):
     def close(self) -> None:
         """Let the spool go, unless that takes long: a call to a dead storage holds nobody up."""
         if self._spool is not None:
-            closing = threading.Thread(target=self._spool.close, name="spool-browse-close", daemon=True)
-            closing.start()
-            closing.join(timeout=1.0)
+            _let_go(self._spool).join(timeout=1.0)
 
     # -- screens -----------------------------------------------------------------------------------------------------
 
@@ -236,3 +247,10 @@ class Browser(App[BaseException]):
 
         screen.say(f"exporting to {path} ...")
         screen.ask("export", export, done)
+
+
+def _let_go(spool: Spool) -> threading.Thread:
+    """Close a spool on a thread of its own."""
+    thread = threading.Thread(target=spool.close, name="spool-browse-close", daemon=True)
+    thread.start()
+    return thread

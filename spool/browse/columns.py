@@ -153,4 +153,9 @@ def spread_bar(row: GroupLook, low: float, high: float) -> str:
 
 
 def _cell(value: float, low: float, high: float) -> int:
-    return round((value - low) / (high - low) * (BAR_CELLS - 1)) if high > low else BAR_CELLS // 2
+    if not high > low:
+        return BAR_CELLS // 2
+    # shares of the largest: the difference of two large numbers may be none, and the mean of such is infinite
+    size = max(abs(low), abs(high))
+    first, at, last = (number / size for number in (low, min(max(value, low), high), high))
+    return round((at - first) / (last - first) * (BAR_CELLS - 1))

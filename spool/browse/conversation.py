@@ -211,7 +211,9 @@ class ConversationView(Lines):
         for row in made:
             yield _Row(number, (("  ", ""), (row, shade)))
         if at < len(text):
-            left = f"{short(n_lines(text, at))} more lines, {short(len(text) - at)} characters"
+            left = (
+                f"{short(n := n_lines(text, at))} more line{'' if n == 1 else 's'}, {short(len(text) - at)} characters"
+            )
             yield _Row(number, ((f"  ▼ {left}", "accent"),), "more")
 
     def _heading(self, block: Block, tone: str, is_first: bool, sign: str) -> tuple[Piece, ...]:

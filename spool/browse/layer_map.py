@@ -57,7 +57,7 @@ class LayerMap(Lines):
         self.empty = "reading"
         self._map: Map | None = None
         self._order: list[int] = []
-        self._bin = 0
+        self._wanted = 0
 
     def show(self, shown: Map | None) -> None:
         """Show a map, the cursor on the layer where it was."""
@@ -65,13 +65,17 @@ class LayerMap(Lines):
         self._map = shown
         self._order = [] if shown is None else _order(shown)
         kept = None if place is None or place not in self._order else self._order.index(place)
-        self._bin = min(self._bin, max(self._n_bins - 1, 0))
         self.count(len(self._order), cursor=kept)
 
     @property
     def place(self) -> int | None:
         """Place of the layer under the cursor among the map's layers."""
         return self._order[self.cursor] if self.cursor < len(self._order) else None
+
+    @property
+    def _bin(self) -> int:
+        # it is drawn in a new size before anybody is told of it
+        return min(self._wanted, max(self._n_bins - 1, 0))
 
     @property
     def experts(self) -> tuple[int, int]:
@@ -88,7 +92,7 @@ class LayerMap(Lines):
         """Move the cursor by bins."""
         at = max(min(self._bin + by, self._n_bins - 1), 0)
         if at != self._bin:
-            self._bin = at
+            self._wanted = at
             self.refresh()
             self.post_message(self.Moved(self))
 
@@ -100,8 +104,8 @@ class LayerMap(Lines):
 
     def on_resize(self) -> None:
         """Bin anew."""
-        self._bin = min(self._bin, max(self._n_bins - 1, 0))
         super().on_resize()
+        self.post_message(self.Moved(self))
 
     def fixed(self, number: int) -> Iterator[Piece]:  # noqa: ARG002
         """Return the headings; over the map, the experts where it begins and ends."""

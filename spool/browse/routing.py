@@ -18,6 +18,7 @@ from spool.browse.layer_map import LayerMap, Map
 from spool.browse.line_input import LineInput
 from spool.browse.pick import PickScreen
 from spool.browse.screen import SpoolScreen
+from spool.browse.wrapping import number
 from spool.look.routing import RoutingDifference, RoutingSummary, check_comparable, comparing
 from spool.look.text import count, one_line
 
@@ -204,7 +205,9 @@ class RoutingScreen(SpoolScreen):
         if self._side == "A-B" and known.difference is not None and known.b is not None:
             rows = f"{count(known.a.n_rows)} and {count(known.b.n_rows)} rows"
             return f"A-B · {rows} · {count(known.difference.n_common)} in common"
-        gaps = f" · {count(summary.n_missing)} never sent, in {count(len(summary.gaps))} gaps" if summary.gaps else ""
+        gaps = (
+            f" · {count(summary.n_missing)} never sent, in {number(len(summary.gaps), 'gap')}" if summary.gaps else ""
+        )
         return f"{'' if self.other is None else f'{self._side} · '}{count(summary.n_rows)} rows{gaps}"
 
     def on_lines_moved(self, message: Lines.Moved) -> None:
@@ -295,7 +298,9 @@ def _steps(sp: Spool, ref: Ref, other: Ref | None) -> Iterator[Known]:
 
 def _choices(sp: Spool, ref: Ref) -> list[Ref]:
     """Return the other segments of the reference's session, of both views."""
-    found: list[Ref] = [*sp.view(ref.session_id, "lineage"), *sp.view(ref.session_id, "timeline")]
+    from spool.look.references import of_view
+
+    found: list[Ref] = [*of_view(sp, ref.session_id, "lineage")[0], *of_view(sp, ref.session_id, "timeline")[0]]
     return [part for part in found if part.id != ref.id][:_MOST_CHOICES]
 
 
@@ -332,6 +337,8 @@ def _lines(known: Known, summary: RoutingSummary, place: int, experts: tuple[int
         return
     yield f"{where}: {_load(summary, place, low, high)}"
     yield f"busiest {_busiest(summary, place)}"
+    if not summary.load[place].any():
+        return
     unused = int(np.count_nonzero(summary.load[place] == 0))
     yield (
         f"imbalance {summary.imbalance[place]:.2f}, entropy {summary.entropy[place]:.3f}, {count(unused)} of "

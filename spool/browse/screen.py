@@ -13,7 +13,7 @@ from textual.widgets import Footer, Static
 
 from spool.browse.asking import Asking
 from spool.browse.wrapping import elided
-from spool.errors import SpoolError
+from spool.errors import ReplacedError, SpoolError
 from spool.look.text import one_line
 
 if TYPE_CHECKING:
@@ -137,6 +137,9 @@ class SpoolScreen(Screen[None]):
                 self.say("")
             question.then(message.value)
             return
+        if isinstance(error, ReplacedError):
+            self.browser.begin_anew()
+            return
         if not isinstance(error, EXPECTED):
             self.browser.faults.append(error)
         self.fail(error)
@@ -189,8 +192,8 @@ class SpoolScreen(Screen[None]):
     def refer(self) -> str | None:
         """Return the reference of the thing under the cursor, as the command line takes it; None for nothing.
 
-        A session's id, ``SESSION:STEP``, ``SESSION@VIEW/INDEX``, or a reference as JSON. It is what is copied and
-        exported, and whose bytes the screen of storage shows.
+        A session's id, ``SESSION:STEP``, or ``SESSION@VIEW/INDEX``. It is what is copied and exported, and whose bytes
+        the screen of storage shows.
         """
         return None
 

@@ -37,6 +37,7 @@ class SessionsScreen(SpoolScreen):
     Args:
         where: a filter that holds beside what is typed; None for all sessions.
         name: what the sessions of ``where`` are, for the heading.
+        news: said in the status line once they are listed.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -50,8 +51,9 @@ class SessionsScreen(SpoolScreen):
         Binding("r", "renew", "look again now", show=False),
     ]
 
-    def __init__(self, where: str | None = None, name: str = "sessions") -> None:
+    def __init__(self, where: str | None = None, name: str = "sessions", news: str = "") -> None:
         super().__init__()
+        self._news = news
         self._base, self._called = where, name
         self._typed = self._applied = Typed(None, "")
         self._order = NEWEST
@@ -91,7 +93,8 @@ class SessionsScreen(SpoolScreen):
         self.table.order = (self._order,)
         self.table.put(0, [])
         self.table.count(len(listing), cursor=0, first=0)
-        self.say("")
+        self.say(self._news)
+        self._news = ""
         self._look(refresh=False)
 
     def _refused(self, error: BaseException) -> None:

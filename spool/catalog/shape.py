@@ -101,9 +101,9 @@ class Staleness(Struct, frozen=True, kw_only=True):
         behind: of segments, versions between their oldest one and ``against``, or the newest one there was when their
             session ended. Missing are those without a version.
         against: the version that was given; None for the newest at the time.
-        newest: the newest version there is.
-        n_versions: different ones.
-        ordered: they are numbers; else they count in the order in which they appeared.
+        newest: the newest version of the segments.
+        n_versions: different ones among the oldest and the newest ones of each segment.
+        ordered: all versions there are are numbers; else they count in the order in which they appeared.
     """
 
     behind: Histogram

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from spool.catalog.bins import EXACT, edges, filled, gathered, steps
 from spool.catalog.database import Execute
 from spool.catalog.fold import version_column
 from spool.catalog.query import SESSION
@@ -26,15 +27,10 @@ from spool.catalog.where import Filter, Value, compile_where
 
 MOST_NAMES = 20
 """Sources or finish reasons that are told apart; the rest are counted together."""
-LEAST_STEP, MOST_STEP, LEAST_DIGIT = 1e-290, 1e290, 1e-13
-"""Bounds of the widths of bins of rewards, the last beside the rewards themselves."""
 MOST_BINS = 24
 MOST_STEPS = 200
 MOST_PERIODS = 120
 """Most bins of a distribution, of a series by rollout step, and of one by time."""
-EXACT = 16
-"""Whole numbers below are bins of their own where bins grow."""
-
 _PERIODS_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 43_200, 86_400, 604_800)
 _REWARD = "LEFT JOIN facts f ON f.sid = s.sid AND f.key = 'reward' AND f.target = ''"
 _IS_REWARD = "typeof(f.value) IN ('integer', 'real')"
@@ -182,23 +178,7 @@ def _growing(asked: _Asked, value: str, tail: str) -> Histogram:
         f"total({value}) {tail} GROUP BY 1 ORDER BY 1"
     )
     bins = {int(power): int(n) for power, n, *_ in found}
-    return _gathered(found, _filled(bins, lambda power: (2.0**power, 2.0 ** (power + 1)) if power >= 0 else (0.0, 1.0)))
-
-
-def _gathered(found: Sequence[tuple[Any, ...]], bins: tuple[Bin, ...], n_missing: int = 0) -> Histogram:
-    """Return the histogram of rows of a bin, a count, least, most and sum."""
-    n = sum(int(row[1]) for row in found)
-    if not n:
-        return Histogram(n_missing=n_missing)
-    total = sum(float(row[4]) for row in found)
-    low, high = min(float(row[2]) for row in found), max(float(row[3]) for row in found)
-    return Histogram(n=n, n_missing=n_missing, low=low, high=high, mean=total / n, total=total, bins=bins)
-
-
-def _filled(bins: dict[int, int], bounds: Callable[[int], tuple[float, float]]) -> tuple[Bin, ...]:
-    if not bins:
-        return ()
-    return tuple(Bin(*bounds(number), bins.get(number, 0)) for number in range(min(bins), max(bins) + 1))
+    return gathered(found, filled(bins, lambda power: (2.0**power, 2.0 ** (power + 1)) if power >= 0 else (0.0, 1.0)))
 
 
 def _rewards(asked: _Asked) -> Histogram:
@@ -208,44 +188,25 @@ def _rewards(asked: _Asked) -> Histogram:
     )
     if not n:
         return Histogram(n_missing=missing)
-    width = _width(float(low), float(high), MOST_BINS)
-    if width is None:
+    bounds = edges(float(low), float(high), MOST_BINS)
+    if bounds is None:
         return Histogram(n=n, n_missing=missing, low=low, high=high, bins=(Bin(low, high, n),))
-    first = math.floor(low / width)
-    last = max(math.ceil(high / width) - 1, first)
+    # compared with the edges that are shown: a quotient of 0.3 and 0.05 is less than 6
+    inner = bounds[1:-1]
     found = asked.rows(
-        f"SELECT max(min(CAST(floor(f.value / ?) AS INTEGER), ?), ?), count(*), min(f.value), max(f.value), "
+        f"SELECT {' + '.join(['0', *('(f.value >= ?)' for _ in inner)])}, count(*), min(f.value), max(f.value), "
         f"total(f.value) {asked.rewarded} AND {_IS_REWARD} GROUP BY 1 ORDER BY 1",
-        first=(width, last, first),
+        first=inner,
     )
     bins = {int(number): int(count) for number, count, *_ in found}
-    filled = _filled(bins, lambda number: (_round(number * width, width), _round((number + 1) * width, width)))
-    return _gathered(found, filled, missing)
-
-
-def _round(value: float, width: float) -> float:
-    """Return an edge of bins without the last digits that come of multiplying."""
-    return round(value, 3 - math.floor(math.log10(width)))
-
-
-def _width(low: float, high: float, most: int) -> float | None:
-    """Return a round width of which ``most`` bins, or fewer, span from ``low`` to ``high``.
-
-    None where numbers of 64 bits cannot tell such bins apart.
-    """
-    step = (high / most - low / most) or abs(high) / most or 1.0 / most
-    if not max(LEAST_STEP, LEAST_DIGIT * max(abs(low), abs(high))) < step < MOST_STEP:
-        return None
-    power = 10.0 ** math.floor(math.log10(step))
-    widths = (factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0, 20.0))
-    return next((width for width in widths if math.ceil(high / width) - math.floor(low / width) <= most), None)
+    return gathered(found, filled(bins, lambda number: (bounds[number], bounds[number + 1])), missing)
 
 
 def _staleness(asked: _Asked, current: str | None) -> Staleness:
-    n_text, n_versions, newest = asked.everywhere(
-        "SELECT count(*) FILTER (WHERE 'text' IN (typeof(first_version), typeof(last_version))), "
-        "count(DISTINCT last_version), max(last_version) FROM segments"
-    )[0]
+    ((n_text,),) = asked.everywhere(
+        f"SELECT count(*) {_SEGMENTS} AND 'text' IN (typeof(g.first_version), typeof(g.last_version))"
+    )
+    n_versions, newest = asked.row(_OWN.format("count(*), max(v)", asked.segments))
     known, first, last, joined = "", "g.first_version", "g.last_version", ""
     number = version_column(current)
     against: Value | None = None if isinstance(number, str) else number
@@ -268,7 +229,7 @@ def _staleness(asked: _Asked, current: str | None) -> Staleness:
     n_missing = sum(int(n) for low, n, *_ in found if low is None)
     found = [row for row in found if row[0] is not None]
     return Staleness(
-        behind=_gathered(found, _steps({int(low): int(n) for low, n, *_ in found}), n_missing),
+        behind=gathered(found, steps({int(low): int(n) for low, n, *_ in found}), n_missing),
         against=current,
         newest=None if newest is None else str(newest),
         n_versions=int(n_versions),
@@ -276,28 +237,25 @@ def _staleness(asked: _Asked, current: str | None) -> Staleness:
     )
 
 
-_SEEN = """
+_SEGMENTS = f"FROM segments g JOIN sessions s ON s.sid = g.sid WHERE {_KEPT}"
+_OWN = """
+WITH pair AS MATERIALIZED (SELECT DISTINCT g.first_version AS a, g.last_version AS b {1})
+SELECT {0} FROM (SELECT a AS v FROM pair UNION SELECT b FROM pair) WHERE v IS NOT NULL"""
+_SEEN = f"""
 SELECT v, row_number() OVER (ORDER BY min(at), v) AS rank FROM (
-    SELECT g.first_version AS v, s.finished_at AS at FROM segments g JOIN sessions s ON s.sid = g.sid
-    UNION ALL SELECT g.last_version, s.finished_at FROM segments g JOIN sessions s ON s.sid = g.sid)
+    SELECT g.first_version AS v, s.finished_at AS at {_SEGMENTS}
+    UNION ALL SELECT g.last_version, s.finished_at {_SEGMENTS})
 WHERE v IS NOT NULL GROUP BY v"""
 
 
 def _by_appearance(asked: _Asked, current: str | None) -> tuple[str | None, int]:
-    """Return the version that appeared last, and the place of the current one: behind all where it is not known."""
-    newest, n = asked.everywhere(f"SELECT v, rank FROM ({_SEEN}) ORDER BY rank DESC LIMIT 1")[0]
+    """Return the version asked for that appeared last, and the place of the current one: behind all if not known."""
+    own = asked.rows(
+        f"SELECT v FROM ({_SEEN}) WHERE v IN ({_OWN.format('v', asked.segments)}) ORDER BY rank DESC LIMIT 1"
+    )
     found = [] if current is None else asked.everywhere(f"SELECT rank FROM ({_SEEN}) WHERE v = ?", (current,))
-    return newest, found[0][0] if found else n + 1
-
-
-def _steps(bins: dict[int, int]) -> tuple[Bin, ...]:
-    """Return bins of one whole number each up to `EXACT`, then such that double; -1 is all that are ahead."""
-    if not bins:
-        return ()
-    lows, most = [min(bins)], max(bins)
-    while lows[-1] < most:
-        lows.append(lows[-1] + 1 if lows[-1] < EXACT else 2 * lows[-1])
-    return tuple(Bin(low, low + 1 if low < EXACT else 2 * low, bins.get(low, 0)) for low in lows)
+    ((n,),) = asked.everywhere(f"SELECT count(*) FROM ({_SEEN})")
+    return own[0][0] if own else None, found[0][0] if found else n + 1
 
 
 def _rollout(asked: _Asked) -> tuple[RolloutPoint, ...]:

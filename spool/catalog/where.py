@@ -12,7 +12,8 @@
     unary := "-" unary | number | 'text' | true | false | name | "(" or ")"
 
 A name is a column, or else a late fact; `check_names` refuses one that is neither. Null follows SQL: it is neither
-equal to nor different from anything. A column of numbers is compared with no text; one of times takes text that is a
+equal to nor different from anything. ``/`` does not cut fractions off, and ``%`` is what is left over of numbers with
+fractions too; by zero both are null. A column of numbers is compared with no text; one of times takes text that is a
 date or time of ISO 8601, in UTC where it does not say.
 """
 
@@ -32,6 +33,9 @@ MAX_TOKENS = 20_000
 MAX_OPERATORS = 400
 MAX_TEXT = 10_000
 
+DEEP = 8
+"""Operators that one ``%`` counts for: each is a query inside the expression."""
+
 CLOSE = 0.75
 """How much alike names must be for one to be suggested for the other."""
 
@@ -47,6 +51,9 @@ _TOKEN = re.compile(
 )
 NAME = re.compile(r"[^\W\d]\w*")
 KEYWORDS = frozenset({"and", "or", "not", "in", "like", "between", "is", "null", "true", "false"})
+_REMAINDER = (
+    "(SELECT iif(typeof(x) = 'integer' AND typeof(y) = 'integer', x % y, mod(x, y)) FROM (SELECT {} AS x, {} AS y))"
+)
 _COMPARE = {"=": "=", "==": "=", "!=": "<>", "<>": "<>", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 
 
@@ -192,9 +199,9 @@ class _Parser:
             token = self._tokens[self._next]
             self.fail(token.at, f"expected {text!r}, found {token.text or 'the end'!r}")
 
-    def _count(self) -> None:
+    def _count(self, n: int = 1) -> None:
         # SQLite refuses deep expressions; a chain of operators is as deep as it is long
-        self._operators += 1
+        self._operators += n
         if self._operators > MAX_OPERATORS:
             self.fail(self._tokens[self._next].at, f"more than {MAX_OPERATORS} operators; use in (...)")
 
@@ -284,8 +291,15 @@ class _Parser:
     def _term(self, depth: int) -> Filter:
         found = self._unary(depth)
         while symbol := self._take("*", "/", "%"):
-            found = self._join(found, symbol, self._unary(depth))
+            found = self._multiplied(found, symbol, self._unary(depth))
         return found
+
+    def _multiplied(self, left: Filter, symbol: str, right: Filter) -> Filter:
+        # SQLite's own / and % of whole numbers cut fractions off, and mod() rounds whole numbers past 2^53
+        if symbol == "%":
+            self._count(DEEP)
+            return Filter(_REMAINDER.format(left.sql, right.sql), left.values + right.values)
+        return self._join(left if symbol == "*" else left._replace(sql=f"CAST({left.sql} AS REAL)"), symbol, right)
 
     def _unary(self, depth: int) -> Filter:
         if self._take("-"):

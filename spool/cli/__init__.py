@@ -11,6 +11,7 @@ import click
 
 from spool.cli.exits import Exit, hush, report
 from spool.cli.output import say
+from spool.cli.streams import fill_in, show_escapes
 from spool.config import kill_point
 from spool.points import kill_at
 from spool.sizes import format_time
@@ -66,7 +67,9 @@ def root() -> None:
     taken for it where it is a URL or a directory that holds a spool.
 
     A REF is the id of a session, SESSION:STEP, SESSION@VIEW/INDEX, a reference as JSON, or @FILE with such (@- for
-    stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash.
+    stdin). A session of exactly that id comes first. Write -- before an id that starts with a dash. SESSION@VIEW/INDEX
+    is the segment that the session was finalised with where that was with this view, whatever its options; else the one
+    that the view makes by default.
 
     Data goes to stdout, all else to stderr. On a terminal data are tables, elsewhere tab-separated lines under a
     heading, or JSON with --json. Verbs that only read never write to the spool, and wait for no lock in it.
@@ -86,11 +89,10 @@ class _Warnings(logging.Handler):
 
 def main() -> None:
     """Run the command line and exit."""
+    fill_in()
     logging.getLogger("spool").addHandler(_Warnings())
     try:
-        for stream in (sys.stdout, sys.stderr):
-            # whatever the locale: what it cannot say is shown as an escape
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        show_escapes()
         die_at = kill_point()
         if die_at is not None:
             kill_at(*die_at)

@@ -28,8 +28,11 @@ def command(location: str | None, tokenizer: str | None) -> int:
     """
     if location is None and default_location() is None:
         raise click.UsageError("no LOCATION given, and SPOOL_URI is not set")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("browse needs a terminal; ls, show and stats print the same as text")
+    # the screen is drawn on stderr
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise click.UsageError(
+            "browse needs a terminal as stdin, stdout and stderr; ls, show and stats print the same as text"
+        )
     try:
         from spool.browse.app import Browser
     except ModuleNotFoundError as error:

@@ -24,6 +24,7 @@ def command(args: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
     if as_json:
         write_json({"tag": tag, "n_segments": n_segments, "dry_run": dry_run})
     else:
-        say(f"{n_segments} segments are released under {tag!r}{'' if dry_run else ', and may go'}")
+        said = "1 segment is" if n_segments == 1 else f"{n_segments} segments are"
+        say(f"{said} released under {tag!r}{'' if dry_run else ', and may go'}")
         if not n_segments:
             say("spool: warning: is the tag the one that was given to `spool release --tag`?")

@@ -34,4 +34,5 @@ def command(args: tuple[str, ...], tag: str | None, dry_run: bool, as_json: bool
         write_json({"segments": [ref.id for ref in segments], "tag": tag, "dry_run": dry_run})
         return
     until = "" if tag is None else f", until {tag!r} is checkpointed"
-    say(f"{len(segments)} segments {'would be' if dry_run else 'are'} released{until}")
+    what, verb = ("segment", "is") if len(segments) == 1 else ("segments", "are")
+    say(f"{len(segments)} {what} {'would be' if dry_run else verb} released{until}")

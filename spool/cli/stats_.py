@@ -164,7 +164,8 @@ def _shown_bins(summary: Summary) -> Iterator[dict[str, Any]]:
 
 
 def _plain(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+    # a whole number of more digits than a float tells apart is shorter as one
+    return int(value) if abs(value) < 1e16 and value == int(value) else value
 
 
 def _layers(found: Stats) -> Iterator[dict[str, Any]]:

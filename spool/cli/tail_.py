@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from spool.catalog.news import News
+    from spool.handle import Spool
 
 _NAMES = (
     "at", "what", "session_id", "state", "outcome", "reward", "n_steps", "n_tokens", "n_segments", "source", "group_id",
@@ -39,22 +41,27 @@ def command(location: str | None, follow: bool, lines: int, where: str | None, a
     A line says when and what (opened, finished, discarded), the session, its outcome, steps, tokens, reward and source.
 
     With -f it goes on, with a line for each session that is opened, resumed by another process, finished or discarded,
-    and for each reward that is given. What other nodes do is seen when they publish it. It ends when whoever reads it
-    is gone, or with Ctrl-C, and exits 130 then.
+    and for each reward that is given. What other nodes do is seen when they publish it. Where a run is started anew in
+    the same folder, that is told, and the new one follows from its beginning. It ends when whoever reads it is gone, or
+    with Ctrl-C, and exits 130 then.
 
     JSON is an object a line, with times in seconds since the epoch. Lines that are not for a terminal are tab-separated
     under a heading.
     """
-    with open_spool(location) as sp:
+    with ExitStack() as opened:
         from spool.look.follow import follow as following
         from spool.look.follow import newest
 
+        def anew() -> Spool:
+            return opened.enter_context(open_spool(location))
+
+        sp = anew()
         show, found = _shower(as_json=as_json), newest(sp, lines, where)
         _, mark = sp.news()
         for item in found:
             show(item)
         sys.stdout.flush()
-        for item in following(sp, mark, where, wait=_Listener()) if follow else ():
+        for item in following(sp, mark, where, wait=_Listener(), anew=anew) if follow else ():
             show(item)
             sys.stdout.flush()
 

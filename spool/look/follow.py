@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from spool.catalog.news import News
-from spool.errors import StorageError
+from spool.errors import ReplacedError, SpoolError, StorageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,16 +43,20 @@ def _as_it_is(row: SessionRow) -> News:
     return News(what="opened", at=row.opened_at, row=row, reward=row.reward)
 
 
-def follow(sp: Spool, mark: int, where: str | None, *, wait: Callable[[float], bool]) -> Iterator[News]:
+def follow(
+    sp: Spool, mark: int, where: str | None, *, wait: Callable[[float], bool], anew: Callable[[], Spool]
+) -> Iterator[News]:
     """Yield what happens behind a mark, as it becomes known; go on until ``wait`` says that nobody listens any more.
 
-    A root that cannot be read is logged once, and asked again.
+    A root that cannot be read is logged once, and asked again. Where another spool is in its place, as of a run that
+    was started anew, that is logged, and it goes on with that one from its beginning.
 
     Args:
         sp: the spool.
         mark: as `Spool.news` returned it.
         where: a filter of sessions, as they are when something happens.
         wait: waits for so many seconds; returns true to end.
+        anew: opens what is at the spool's place now; who calls closes it.
     """
     longest_s = LONGEST_S if sp.config.spill is None and sp.config.root is not None else LONGEST_COLD_S
     pause_s, failed = SHORTEST_S, False
@@ -61,6 +65,9 @@ def follow(sp: Spool, mark: int, where: str | None, *, wait: Callable[[float], b
         try:
             found, mark = sp.news(mark, where)
             failed = False
+        except ReplacedError:
+            found, there = [], _opened(anew)
+            sp, mark = (sp, mark) if there is None else (there, 0)
         except StorageError as error:
             if not failed:
                 log.warning("%s; it is tried again", error)
@@ -69,3 +76,15 @@ def follow(sp: Spool, mark: int, where: str | None, *, wait: Callable[[float], b
         pause_s = SHORTEST_S if mark != before else min(pause_s * 1.5, longest_s)
         if wait(0.0 if found else pause_s):
             return
+
+
+def _opened(anew: Callable[[], Spool]) -> Spool | None:
+    """Open the spool that is there now; None where it is not to be opened yet, or was removed again."""
+    try:
+        sp = anew()
+    except SpoolError:
+        return None
+    log.warning(
+        "another spool is at %s now, as of a run that was started anew: it follows from its beginning", sp.config.url
+    )
+    return sp

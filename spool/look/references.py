@@ -23,7 +23,7 @@ def named(sp: Spool, text: str) -> list[Found] | None:
     """Return the references that a text names, or None where it names nothing here.
 
     In this order: the session of exactly this id (its final segments, those of ``lineage`` while it lives); a step,
-    ``SESSION:INDEX``; a segment, ``SESSION@VIEW/INDEX``; a reference as JSON.
+    ``SESSION:INDEX``; a segment, ``SESSION@VIEW/INDEX``, of those that `of_view` returns; a reference as JSON.
 
     Raises:
         NotFoundError: the session is recorded, and has no such step, view or segment.
@@ -75,12 +75,33 @@ def _segment(sp: Spool, text: str) -> list[Found]:
         raise NotFoundError(f"session {session_id!r} has no view {name!r}; views are {', '.join(_VIEWS)}", ref=text)
     if view is None or not _INDEX.fullmatch(index) or not is_session(sp, session_id):
         return []
-    segments = sp.view(session_id, view)
+    segments, _ = of_view(sp, session_id, view)
     chosen: list[Found] = [ref for ref in segments if ref.index == int(index)]
     if not chosen:
         shown = _indexes(ref.index for ref in segments)
         raise NotFoundError(f"session {session_id!r} has no {view} segment {index}; it has {shown}")
     return chosen
+
+
+def of_view(sp: Spool, session_id: str, view: View, *, discarded: bool = False) -> tuple[list[SegmentRef], bool]:
+    """Return the segments of a session by a view, and whether it was finalised with them.
+
+    They are those that it was finalised with, whatever the options, where that was with this view; else those that the
+    view makes of its steps by default.
+
+    Args:
+        sp: the spool.
+        session_id: the session; it is recorded.
+        view: the view.
+        discarded: of a discarded session too, to look at it.
+
+    Raises:
+        ReleasedError: it was discarded, and that was not asked for; or it was deleted.
+    """
+    row = sp.find_session(session_id)
+    if row is not None and row.finished_at is not None and row.view == view:
+        return sp.final_segments(session_id, discarded=discarded), True
+    return sp.view(session_id, view, discarded=discarded), False
 
 
 def _indexes(found: Iterable[int]) -> str:

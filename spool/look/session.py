@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from spool.catalog import SessionRow
+from spool.look.references import of_view
 from spool.look.tree import StepLook, TreeRow, step_looks, superseded_steps, tree_rows
 from spool.rollout.views import View
 
@@ -86,24 +86,19 @@ def look_at(sp: Spool, session_id: str, view: View | None = None) -> SessionView
         view = "timeline" if row.view == "timeline" else "lineage"
     steps = step_looks(sp.steps(session_id, discarded=True))
     whole = sp.view(session_id, "lineage", discarded=True, superseded="keep", gaps="keep", trailing="keep")
-    made = sp.view(session_id, view, discarded=True)
-    is_final = row.state != "open" and row.view == view
-    final = sp.final_segments(session_id, discarded=True) if is_final else None
-    segments = made if final is None else final
+    segments, is_final = of_view(sp, session_id, view, discarded=True)
     return SessionView(
         row=row,
         view=view,
         rows=tuple(tree_rows(steps, segments, superseded_steps(whole))),
-        segments=tuple(_segment_look(ref, made) for ref in segments),
-        is_final=final is not None,
+        segments=tuple(_segment_look(ref) for ref in segments),
+        is_final=is_final,
     )
 
 
-def _segment_look(ref: SegmentRef, made: Sequence[SegmentRef]) -> SegmentLook:
-    # finalised with other options of the view than the usual ones it has no short name
-    usual = ref.index < len(made) and made[ref.index].key == ref.key and len(made) == ref.count
+def _segment_look(ref: SegmentRef) -> SegmentLook:
     return SegmentLook(
-        name=ref.id if usual else ref.to_json(),
+        name=ref.id,
         index=ref.index,
         n_steps=len(ref.steps),
         n_tokens=ref.n_tokens,
