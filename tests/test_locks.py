@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -117,11 +116,17 @@ def test_a_look_at_a_dead_stream_does_not_hide_it_from_recovery(tmp_path, monkey
     fcntl.flock(lock, fcntl.LOCK_SH)  # as `is_live` does for a moment
     found = []
     monkeypatch.setattr(recovery, "_recover_stream", lambda root, name, **_: found.append(name))
-    timer = threading.Timer(0.004, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
-    timer.start()
+    pauses = []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(locks.time, "sleep", pause)
     recovery.recover(str(tmp_path))
-    timer.join()
     os.close(lock)
+    assert len(pauses) == 2
     assert found == [writer.name]
 
 
