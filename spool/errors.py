@@ -121,6 +121,15 @@ def moved_away(root: str) -> StorageError:
     )
 
 
+def another_cold_root(url: str, there: str | None, spool_id: str | None) -> StorageError:
+    """Return the error for a cold root that has no identity, or that of spool ``there``."""
+    now = "has no spool.json now" if there is None else f"belongs to spool {there} now"
+    return StorageError(
+        f"{url} {now}, not to spool {spool_id}: it was emptied, is not mounted, or something else is mounted there; "
+        "nothing is read, taken in or forgotten until what was there is back"
+    )
+
+
 class ReplacedError(StorageError):
     """Another spool lies where this one was opened: open that one, or this one where it is now."""
 

@@ -76,8 +76,10 @@ class Listing:
         """
         self._catch_up()
         version, before = self._catalog.version, self._numbers
+        if version == self._version:
+            return False
         is_anew = self._catalog.generation != self._generation
-        if version == self._version or (time.monotonic() < self._rest_until and not is_anew):
+        if time.monotonic() < self._rest_until and not is_anew:
             return False
         if not is_anew and self._order == ARRIVAL and self._where is None and self._discarded and self._limit is None:
             self._version = version

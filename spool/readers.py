@@ -11,7 +11,7 @@ import msgspec
 
 from spool.catalog import Catalog
 from spool.config import Config, search_roots
-from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError, StorageError
+from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError, another_cold_root
 from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
 from spool.logs.cold import gone_key
@@ -258,11 +258,7 @@ class Readers:
         def confirm() -> None:
             there = read_cold_identity(objects)
             if there is None or there.id != spool_id:
-                now = "has no spool.json now" if there is None else f"belongs to spool {there.id} now"
-                raise StorageError(
-                    f"{objects.url} {now}, not to spool {spool_id}: it was emptied, is not mounted, or something else "
-                    "is; try again when it is there"
-                )
+                raise another_cold_root(objects.url, None if there is None else there.id, spool_id)
 
         return ColdTier(objects, deletion, confirm, concurrency=self._config.cold_concurrency)
 

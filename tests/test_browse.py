@@ -233,6 +233,16 @@ async def test_the_spread_of_rewards_of_any_size_is_drawn(sp, spool_uri, rewards
         assert re.search("[●━]{12}", at.line(f"{len(rewards)}/{len(rewards)}"))
 
 
+async def test_groups_whose_rewards_are_all_equal_are_pointed_out(many, spool_uri):
+    for number, rewards in (("equal", (0.5, 0.5)), ("single", (0.5,)), ("other", (0.5, 0.25))):
+        for index, reward in enumerate(rewards):
+            session(many, f"{number}-{index}", group_id=number, reward=reward)
+    async with browsing(spool_uri, size=(160, 24)) as at:
+        await at.press("g")
+        marked = [name for name in ("equal", "single", "other", "g0") if "equal" in at.line(f"{name} ")[15:]]
+        assert marked == ["equal"] and "1 with equal rewards" in at.lines[0]
+
+
 async def test_groups_tell_discarded_sessions_and_columns_that_do_not_fit(many, spool_uri):
     many.discard("s00")
     async with browsing(spool_uri) as at:

@@ -238,6 +238,8 @@ def test_releases_fall_due_with_their_checkpoint(catalog):
     feed(catalog, [Checkpointed("ckpt-40", 14.0), Checkpointed("ckpt-41", 15.0)], stream="t", pack=1)
     assert [release.due for release in catalog.released("u")] == [True, True, True]
     assert [ref.index for ref in catalog.segments("not released")] == [2]
+    feed(catalog, [Released("u", 16.0, ("lineage:2:15",), "ckpt-41")], stream="t", pack=2)
+    assert list(catalog.segments("not released")) == [], "whose checkpoint is there already counts at once"
     assert catalog.released("v") == ()
 
 

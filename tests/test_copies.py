@@ -11,6 +11,7 @@ from tiers import assert_same, record
 import spool
 from spool.audit import cold as audit_cold
 from spool.logs.cold import gone_key, records_key
+from spool.read.valid import ListedRows
 from spool.spiller import upload
 from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
@@ -285,25 +286,29 @@ def test_rows_that_a_pack_sealed_without_are_not_read_as_zeros(tmp_path):
 
 
 @pytest.mark.parametrize("layers", [None, slice(1, 3)])
-def test_rows_that_a_cold_pack_lacks_are_not_read_as_zeros(tmp_path, cold, layers):
+def test_rows_that_a_cold_pack_lacks_are_not_read_as_zeros(tmp_path, cold, layers, monkeypatch):
     """The copy that was put back spills its short pack; no document is asked for rows that are other than zeros."""
+    looked, look = [], ListedRows._look
+    monkeypatch.setattr(ListedRows, "_look", lambda self, key: looked.append(key) or look(self, key))
     root, backup = tmp_path / "hot", tmp_path / "backup"
     with spool.open(str(root)) as sp:
         early = record(sp, "early")
         shutil.copytree(root, backup)
         late = record(sp, "late")
-        wanted = sp.read(early[0], tokens=slice(2, 9), layers=layers)
+        wanted = sp.read(early[0], tokens=slice(2, 9), fields=["routed_experts"], layers=layers)
     shutil.rmtree(root)
     with spool.open(located(backup, cold)) as sp:
         sp.recover()
         sp.spill()
     shutil.rmtree(backup)
     with spool.open(cold) as sp:
-        assert_same([sp.read(early[0], tokens=slice(2, 9), layers=layers)], [wanted])
+        assert_same([sp.read(early[0], tokens=slice(2, 9), fields=[*wanted], layers=layers)], [wanted])
+        assert not looked
         for tokens in (slice(50, 60), slice(-3, None)):
             for fields in (["token_ids"], ["routed_experts"], ["logprobs"], None):
                 with pytest.raises(spool.IntegrityError, match="are not there"):
                     sp.read(late[0], tokens=tokens, fields=fields, layers=layers)
+        assert len(looked) == len(set(looked)) > 1, "each document is read once"
         with pytest.raises(spool.IntegrityError, match="are not there"):
             sp.locate(late[0])
 

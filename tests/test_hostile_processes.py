@@ -244,7 +244,7 @@ def test_a_fork_waits_for_who_decides_what_may_go(tmp_path):
         for thread in threads:
             thread.start()
         try:
-            for _ in range(150):
+            for _ in range(80):
                 pid = os.fork()
                 if not pid:
                     with contextlib.suppress(BaseException):

@@ -742,7 +742,7 @@ def test_who_lists_an_index_that_is_made_anew_is_told(tmp_path, readonly, how, l
     """Numbers of rows mean others then: nothing is left out, comes twice, or is another's."""
     root = str(tmp_path / "hot")
     with spool.open(root) as sp:
-        for number in range(700):
+        for number in range(300):
             s = sp.session(f"a{number}")
             s.append(prompt_token_ids=[1], response_token_ids=[2])
             s.finalize()
@@ -758,10 +758,10 @@ def test_who_lists_an_index_that_is_made_anew_is_told(tmp_path, readonly, how, l
             with spool.open(root) as other:
                 other.rebuild()
         found = [first]
-        with pytest.raises(StorageError, match="was made anew after 256 of 700"):
+        with pytest.raises(StorageError, match="was made anew after 256 of 300"):
             found.extend(row.session_id for row in rows)
         assert len(set(found)) == len(found) == 256
-        assert sum(1 for _ in getattr(sp, listed)()) == 700 + (how == "deleted")
+        assert sum(1 for _ in getattr(sp, listed)()) == 300 + (how == "deleted")
 
 
 def test_an_index_whose_time_lies_ahead_is_read_at_once(tmp_path):

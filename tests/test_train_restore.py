@@ -1014,7 +1014,7 @@ def test_numpy_needs_no_torch(spool_uri):
         ({"fields": "logprobs"}, "fields must be a list of names"),
         ({"fields": ["staleness"]}, "staleness is counted from the current weights"),
         ({"rank_slice": 1}, "rank_slice must be a RankSlice"),
-        ({"experts": 3}, "experts must be a MoEShape or the name"),
+        ({"experts": 3}, r"experts must be a spool\.MoEShape or a name"),
         ({"lengths": [None, None]}, "lengths= has 2 entries for 1 references"),
         ({"lengths": (3, 1)}, "lengths= has 2 entries"),
         ({"verify": "sometimes"}, "verify must be one of whole, always, never"),

@@ -283,9 +283,12 @@ def _leak(kept: object) -> None:
 
 _live: weakref.WeakSet[Database] = weakref.WeakSet()
 _forking: list[Database] = []
+_forks = threading.Lock()
+"""Held by the one thread that forks: what it waits for it lets go of."""
 
 
 def _before() -> None:
+    _forks.acquire()
     _forking[:] = list(_live)
     for database in _forking:
         database.before_fork()
@@ -295,12 +298,14 @@ def _in_parent() -> None:
     for database in _forking:
         database.after_fork_in_parent()
     _forking.clear()
+    _forks.release()
 
 
 def _in_child() -> None:
     for database in _forking:
         database.after_fork_in_child()
     _forking.clear()
+    _forks.release()
 
 
 os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

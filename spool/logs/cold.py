@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from spool.catalog import Catalog
-from spool.errors import IntegrityError, NotFoundError, StorageError
+from spool.errors import IntegrityError, NotFoundError, StorageError, another_cold_root
 from spool.formats import manifest, records
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
@@ -255,11 +255,7 @@ class ColdFeeder:
         if self._spool_id is None:
             self._spool_id = found
         if found is None or found != self._spool_id:
-            now = f"has no {IDENTITY} now" if found is None else f"belongs to spool {found} now"
-            raise StorageError(
-                f"{self.objects.url} {now}, not to spool {self._spool_id}: it was emptied, or something else is "
-                "mounted there; nothing is taken in or forgotten until what was there is back"
-            )
+            raise another_cold_root(self.objects.url, found, self._spool_id)
 
     def _is_damaged(self, found: ObjectInfo) -> bool:
         known = self._damaged.get(found.key) or self._rivals.get(found.key)

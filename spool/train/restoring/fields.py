@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spool.arguments import instance
 from spool.errors import InputError
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field
-from spool.model.moe import MoEShape, models
+from spool.model.moe import as_shape
 from spool.read.sample import Coverage
 from spool.read.sound import name_of
 
@@ -25,10 +24,8 @@ def expert_spec(experts: object) -> FieldSpec | None:
         InputError: it is no shape.
         NotFoundError: no model is called like that.
     """
-    if experts is None:
-        return None
-    shape = models[experts] if isinstance(experts, str) else experts
-    return expert_field(instance("experts", shape, MoEShape, "a MoEShape or the name of a model"))
+    shape = as_shape(experts)
+    return None if shape is None else expert_field(shape)
 
 
 def covers_of(
