@@ -61,7 +61,7 @@ class Waited(Struct, frozen=True):
 
 
 class IntegrityFailed(Struct, frozen=True):
-    """A read met bytes that are missing or altered; the caller got the error as well.
+    """A read met bytes that are missing or altered; the caller got the error, or the bytes of another tier.
 
     Attributes:
         message: the error.

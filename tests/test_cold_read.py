@@ -377,8 +377,8 @@ def open_node(tmp_path, url):
     """Open the hot root of a node that spills to `url`; closed after the test."""
     opened = []
 
-    def open_(name):
-        opened.append(spool.open(f"file://{tmp_path}/{name}?spill={url}"))
+    def open_(name, **options):
+        opened.append(spool.open(f"file://{tmp_path}/{name}?spill={url}", **options))
         return opened[-1]
 
     yield open_
@@ -517,6 +517,11 @@ def damage(published, array, change):
     published.objects.put(key, bytes(change(data)))
 
 
+def raw_index_bytes(data):
+    """Return how many bytes the index takes that stands before the rows of ``token_ids``."""
+    return (len(data) - 4) % (4096 * 4)
+
+
 def flipped(at):
     def change(data):
         data[at if at >= 0 else len(data) + at] ^= 0x10
@@ -539,8 +544,7 @@ def refuse(published, field, **asked):
 
 
 def test_a_flipped_byte_of_a_raw_object(published):
-    (index_bytes,) = {len(data) % (4096 * 4) for data in [published.objects.get(published.keys["token_ids"])[:-4]]}
-    damage(published, "token_ids", flipped(index_bytes + 4 * 600))
+    damage(published, "token_ids", lambda data: flipped(raw_index_bytes(data) + 4 * 600)(data))
     refuse(published, "token_ids")
     refuse(published, "token_ids", tokens=slice(500, 510), verify="always")
     with spool.open(published.url) as there:
@@ -576,6 +580,55 @@ def test_a_deleted_object_is_lost_without_a_tombstone_and_released_with_one(publ
     published.objects.put(f"gone/{stream}-0", b'{"at": 1700000000.0, "reason": "a test", "done": false}')
     with spool.open(published.url) as there, pytest.raises(ReleasedError, match=r"deleted at 2023-11-14 .*: a test"):
         there.read(published.refs[0], fields=[array])
+
+
+@pytest.fixture
+def both(open_node, url):
+    """Segments that are in both tiers, their samples, the hot shard of an array, and what an observer is told."""
+    told = []
+    sp = open_node("hot", observer=told.append)
+    refs = record(sp, "a", n_prompt=400, n_response=900)
+    wanted = sp.read(refs)
+    sp.publish(refs, timeout_s=60)
+    stream = next(iter(refs[0].extents["token_ids"])).stream
+
+    def shard(array):
+        folder = f"{sp.config.root}/streams/{stream}/{array}/c/0"
+        return next((f"{at}/{name}" for at, _, names in os.walk(folder) for name in names), folder)
+
+    objects = open_objects(url)
+    keys = {info.key.split("/")[2]: info.key for info in objects.list("streams/") if "/c/" in info.key}
+    yield SimpleNamespace(sp=sp, refs=refs, wanted=wanted, shard=shard, told=told, url=url, objects=objects, keys=keys)
+    objects.close()
+
+
+def spoil(path, change):
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    with open(path, "wb") as file:
+        file.write(change(data))
+
+
+@pytest.mark.parametrize("change", [flipped(4 * 600), lambda data: data[:5000]], ids=["flipped", "cut"])
+@pytest.mark.parametrize("array", ["token_ids", "routed_experts"])
+def test_a_damaged_hot_file_is_read_from_the_cold_root_and_said(both, caplog, array, change):
+    spoil(both.shard(array), change)
+    assert_same(both.sp.read(both.refs), both.wanted)
+    (said,) = [line.getMessage() for line in caplog.records if line.name == "spool.read"]
+    assert both.shard(array) in said
+    assert f"went on from {both.url}" in said
+    (failed,) = [event for event in both.told if isinstance(event, spool.observe.IntegrityFailed)]
+    assert failed.file in (both.shard(array), None)
+    (read,) = [event for event in both.told if isinstance(event, spool.observe.Read)][1:]
+    assert read.fetched_bytes["cold"] > 0
+
+
+def test_a_file_damaged_in_both_tiers_names_the_hot_one(both):
+    spoil(both.shard("token_ids"), flipped(4 * 600))
+    damage(both, "token_ids", lambda data: flipped(raw_index_bytes(data) + 4 * 600)(data))
+    with pytest.raises(IntegrityError, match="is damaged: restore it") as found:
+        both.sp.read(both.refs)
+    assert found.value.details["file"] == both.shard("token_ids")
 
 
 def test_a_damaged_stream_document_names_its_url(published):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from spool.read.streams import Source
     from spool.read.tier import Tier
 
+log = logging.getLogger("spool.read")
+
 Verify = Literal["whole", "always", "never"]
 """What is checked: extents read whole; every extent touched, which are then read whole; none."""
 
@@ -39,6 +42,7 @@ class Batch:
 
     Attributes:
         fetched: tier and bytes of each range that was read.
+        damage: what kept a tier from giving what another one then gave.
     """
 
     def __init__(self, verify: Verify) -> None:
@@ -48,6 +52,7 @@ class Batch:
         self.sources: dict[str, Source] = {}
         self.parts: dict[int, list[Part]] = {}
         self.fetched: list[tuple[str, int]] = []
+        self.damage: list[IntegrityError] = []
         self._verify = verify
         self._known: set[tuple[str, int, int]] = set()
 
@@ -97,11 +102,30 @@ class Batch:
 def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     """Read all of ``batch`` into its targets, each piece from the first tier that has its object.
 
+    Where what a tier has is damaged, all is read from the tiers after it, and said in the log.
+
     Raises:
         IntegrityError: bytes are nowhere, or do not have the checksum they were written with.
         ReleasedError: they were deleted on purpose.
         StorageError: a tier failed.
     """
+    try:
+        _execute(batch, tiers, workers)
+    except AbsentError:
+        raise
+    except IntegrityError as damage:
+        if len(tiers) == 1:
+            raise
+        batch.parts.clear()
+        try:
+            execute(batch, tiers[1:], workers)
+        except SpoolError as error:
+            raise damage from error
+        batch.damage.append(damage)
+        log.warning("%s; this read went on from %s", damage, tiers[1].path(""))
+
+
+def _execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     left: Sequence[Piece] = batch.pieces
     for tier in tiers:
         left = tier.bring(left, batch, workers)
@@ -153,8 +177,8 @@ def compare(check: Check, crc: int, tier: Tier) -> None:
         file = tier.path(check.key)
         raise IntegrityError(
             f"rows [{check.start}, {check.stop}) of {check.field} in stream {check.stream} sum up to {crc:#010x}, "
-            f"but {check.crc:#010x} was written; {file} is damaged: restore it from a copy (where the other tier has "
-            "the pack, moving the file away is enough), or look at what is there with verify='never'",
+            f"but {check.crc:#010x} was written; {file} is damaged: restore it from a "
+            "copy, or look at what is there with verify='never'",
             stream=check.stream, field=check.field, rows=[check.start, check.stop], file=file,
             expected=check.crc, got=crc,
         )  # fmt: skip

@@ -43,12 +43,18 @@ class Watch:
         if self._observer is None:
             return
         if isinstance(error, IntegrityError):
-            names = {name: error.details.get(name) for name in ("stream", "field", "file")}
-            tell(self._observer, IntegrityFailed(str(error), **{k: v for k, v in names.items() if isinstance(v, str)}))
+            tell(self._observer, _failed(error))
         elif error is None:
             fetched: Counter[str] = Counter()
             for batch in self._batches:
+                for damage in batch.damage:
+                    tell(self._observer, _failed(damage))
                 for tier, n_bytes in batch.fetched:
                     fetched[tier] += n_bytes
             asked = sum(batch.asked_bytes() for batch in self._batches)
             tell(self._observer, Read(asked, dict(fetched), time.perf_counter() - self._began))
+
+
+def _failed(error: IntegrityError) -> IntegrityFailed:
+    names = {name: error.details.get(name) for name in ("stream", "field", "file")}
+    return IntegrityFailed(str(error), **{k: v for k, v in names.items() if isinstance(v, str)})
