@@ -417,7 +417,7 @@ async def test_long_output_comes_a_page_at_a_time(sp, spool_uri):
             assert view.text.count("  line ") == wanted
             assert view._rows[view.cursor].block == 5
         assert "▼" not in view.text
-        await at.press("home", "n", "n")
+        await at.press("home", "]", "]")
         assert "assistant" in view._rows[view.cursor].pieces[0][0]
 
 
@@ -463,6 +463,61 @@ async def test_a_very_long_conversation_is_shown_in_part_and_on_demand(sp, spool
         assert "step 1 adds" in at.text and "940 earlier parts" in view.text and "  more" in at.text
         await at.press("tab", "tab", "home", "enter")
         assert "880 earlier parts" in view.text and "message 880" in view.text
+
+
+async def test_a_text_is_found_in_what_is_folded_and_far_down(sp, spool_uri):
+    tree(sp)
+    async with browsing(spool_uri, size=(120, 40)) as at:
+        await at.press("enter", "j", "j")
+        view = at.screen.conversation
+
+        def here():
+            return "".join(text for text, _ in view._rows[view.cursor].pieces).strip()
+
+        await at.press("/")
+        await at.type("LINE 25")
+        await at.press("enter")
+        assert view.has_focus and here() == "line 25"
+        assert ("line 25", "found") in view._rows[view.cursor].pieces
+        await at.press("n")
+        assert here() == "line 250"
+        for _ in range(9):
+            await at.press("n")
+        assert here() == "line 259"
+        await at.press("n")
+        assert here() == "line 25"
+        await at.press("N")
+        assert here() == "line 259"
+        await at.press("/")
+        await at.type("second.")
+        await at.press("enter")
+        assert here() == "Second." and at.part("#conversation")[view.cursor - view.first].strip() == "Second."
+        await at.press("/")
+        await at.type("nobody said")
+        await at.press("enter")
+        assert "'nobody said' is nowhere in this conversation" in at.lines[-2] and here() == "Second."
+        await at.press("/", "escape")
+        assert view.has_focus
+        await at.press("shift+tab", "shift+tab", "k", "k", "N")  # the first step has other messages
+        assert "'nobody said' is nowhere" in at.text
+
+
+async def test_a_text_is_found_in_parts_that_are_not_shown_yet(sp, spool_uri):
+    s = sp.session("talk")
+    said = [{"role": "user", "content": f"message {number} " + "x y " * 300 + f"end {number}"} for number in range(900)]
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said)
+    async with browsing(spool_uri) as at:
+        await at.press("enter", "n")
+        assert "/ looks for a text" in at.lines[-2]
+        await at.press("/")
+        await at.type("end 850")
+        await at.press("enter")
+        view = at.screen.conversation
+        assert "end 850" in at.part("#conversation")[view.cursor - view.first]
+        await at.press("/")
+        await at.type("end 850")
+        await at.press("enter")
+        assert "end 850" in at.part("#conversation")[view.cursor - view.first]
 
 
 # -- hostile content --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 
 from spool.browse.lines import Lines, Piece
 from spool.browse.wrapping import n_lines, wrapped
-from spool.look.conversation import spelled
+from spool.look.conversation import Place, occurrences, spelled
 from spool.look.text import one_line, short
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ PAGE_ROWS = 30
 
 MORE_ROWS = 300
 """Rows that are made in addition when more are asked for."""
+
+NEAR_ROWS = 3
+"""How far a row may be from where counting puts it."""
 
 EARLIER_BLOCKS = 60
 """Blocks of earlier messages that are shown before what a step adds; so many more when they are asked for."""
@@ -40,19 +43,27 @@ class _Row(NamedTuple):
     pieces: tuple[Piece, ...]
     action: str = ""
 
+    @property
+    def has_found(self) -> bool:
+        return any(tone == "found" for _, tone in self.pieces)
+
 
 class ConversationView(Lines):
     """The messages of a step or segment.
 
     Enter or space unfolds what is folded, or shows more of what is long.
+
+    Attributes:
+        wanted: a text that is set off wherever it stands; nothing for none.
     """
 
+    KEPT = frozenset({"found"})
     DEFAULT_CSS = "ConversationView { overflow-y: scroll; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "unfold, more"),
         Binding("space", "choose", "unfold, more", show=False),
-        Binding("n", "message(1)", "the next message", show=False),
-        Binding("N", "message(-1)", "the message before", show=False),
+        Binding("right_square_bracket", "message(1)", "the next message", show=False),
+        Binding("left_square_bracket", "message(-1)", "the message before", show=False),
         Binding("u", "unfold", "unfold or fold all", show=False),
     ]
 
@@ -66,6 +77,43 @@ class ConversationView(Lines):
         self._limits: dict[int, int] = {}
         self._rows: list[_Row] = []
         self._width = 0
+        self.wanted = ""
+        self._found: Place | None = None
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """What is shown; it is never changed, only replaced."""
+        return self._blocks
+
+    @property
+    def place(self) -> Place:
+        """Where the cursor is: at what was found last, or before the block under it."""
+        block = max(self._rows[self.cursor].block, 0) if self._rows else 0
+        return self._found if self._found is not None and self._found.block == block else Place(block, -1)
+
+    def reveal_found(self, found: Place) -> None:
+        """Unfold what holds a place, and set the cursor on it."""
+        block, at = found
+        self._found = found
+        self._shown = min(self._shown[0], block), max(self._shown[1], block + 1)
+        if self._folds(block):
+            self._open.add(block)
+        before, _ = wrapped(spelled(self._blocks[block])[: at + 1], 0, self._width - 2, at + 1)
+        if len(before) > self._limits.get(block, PAGE_ROWS) - NEAR_ROWS:
+            self._limits[block] = len(before) + PAGE_ROWS
+        self._make()
+        cursor = self._row_near(block, len(before))
+        self.count(len(self._rows), cursor=cursor, first=max(cursor - self.room // 2, 0))
+
+    def _row_near(self, block: int, n_before: int) -> int:
+        """Return the row of a block that has what was found, nearest behind so many of its rows.
+
+        Where a row breaks depends on what follows, so counting alone may miss it by a row or two.
+        """
+        rows = [number for number, row in enumerate(self._rows) if row.block == block]
+        about = rows[min(n_before, len(rows) - 1)]
+        near = [number for number in rows if abs(number - about) <= NEAR_ROWS and self._rows[number].has_found]
+        return min(near, key=lambda number: abs(number - about), default=about)
 
     def show(self, found: Conversation, adds: str, empty: str) -> None:
         """Show messages, from those on that are not in the conversation before.
@@ -76,7 +124,7 @@ class ConversationView(Lines):
             empty: what is said where there are none.
         """
         self._blocks, self._n_shared, self._adds = found.blocks, found.n_shared, adds
-        self._open, self._limits = set(), {}
+        self._open, self._limits, self._found = set(), {}, None
         new = self._first_new()
         self._shown = max(new - EARLIER_BLOCKS, 0), min(new + LATER_BLOCKS, len(self._blocks))
         self.empty = empty
@@ -209,12 +257,21 @@ class ConversationView(Lines):
         made, at = wrapped(text, 0, self._width - 2, limit)
         shade = "dim" if block.kind == "thought" or block.message < self._n_shared else ""
         for row in made:
-            yield _Row(number, (("  ", ""), (row, shade)))
+            yield _Row(number, (("  ", ""), *self._marked(row, shade)))
         if at < len(text):
             left = (
                 f"{short(n := n_lines(text, at))} more line{'' if n == 1 else 's'}, {short(len(text) - at)} characters"
             )
             yield _Row(number, ((f"  ▼ {left}", "accent"),), "more")
+
+    def _marked(self, row: str, shade: str) -> Iterable[Piece]:
+        """Yield a row with what is looked for set off."""
+        at = 0
+        for start, stop in occurrences(self.wanted, row) if self.wanted else ():
+            yield row[at:start], shade
+            yield row[start:stop], "found"
+            at = stop
+        yield row[at:], shade
 
     def _heading(self, block: Block, tone: str, is_first: bool, sign: str) -> tuple[Piece, ...]:
         role = (one_line(block.role[:40]) or "?") if is_first else ""

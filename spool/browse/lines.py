@@ -23,7 +23,21 @@ if TYPE_CHECKING:
 Piece = tuple[str, str]
 """Text that is safe to print, and the tone it is shown in: a name of `TONES`, or nothing for plain."""
 
-TONES = ("dim", "strong", "good", "bad", "warn", "accent", "heading", "system", "user", "assistant", "tool", "bar")
+TONES = (
+    "dim",
+    "strong",
+    "good",
+    "bad",
+    "warn",
+    "accent",
+    "heading",
+    "system",
+    "user",
+    "assistant",
+    "tool",
+    "bar",
+    "found",
+)
 
 
 class Lines(ScrollView, can_focus=True):
@@ -60,6 +74,7 @@ class Lines(ScrollView, can_focus=True):
     Lines > .lines--assistant { color: $text-primary; text-style: bold; }
     Lines > .lines--tool { color: $text-warning; text-style: bold; }
     Lines > .lines--bar { color: $text-primary; }
+    Lines > .lines--found { color: $text-warning; text-style: reverse bold; }
     Lines > .lines--cursor { background: $primary; color: $text; text-style: bold; }
     Lines > .lines--unfocused { background: $primary-muted; }
     Lines > .lines--marked { background: $secondary-muted; }

@@ -51,7 +51,9 @@ class SpoolScreen(Screen[None]):
     DEFAULT_CSS = """
     SpoolScreen #heading { height: 1; background: $panel; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     SpoolScreen #status { height: 1; color: $text-muted; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
-    SpoolScreen #status.failed { color: $text-error; text-style: bold; }
+    SpoolScreen #status.failed {
+        color: $text-error; text-style: bold; height: auto; max-height: 4; text-wrap: wrap;
+    }
     """
 
     WORDS: ClassVar[Mapping[str, str]] = {}

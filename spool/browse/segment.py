@@ -41,7 +41,7 @@ class SegmentScreen(SpoolScreen):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (60, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("n", "edge(1)", "next edge"),
-        Binding("p", "edge(-1)", "previous edge"),
+        Binding("p", "edge(-1)", "previous edge", show=False),
         Binding("colon", "ask_token", "go to", key_display=":"),
         Binding("r", "routing", "routing"),
     ]

@@ -10,11 +10,12 @@ from textual.containers import Horizontal, Vertical
 
 from spool.browse.conversation import ConversationView
 from spool.browse.decoded import decoded
+from spool.browse.line_input import LineInput
 from spool.browse.lines import Lines
 from spool.browse.screen import SpoolScreen
 from spool.browse.tree import SegmentList, TreeView
 from spool.browse.wrapping import number
-from spool.look.conversation import Messages, step_before
+from spool.look.conversation import Messages, search, step_before
 from spool.look.references import find
 from spool.look.session import look_at
 from spool.look.text import ago, one_line, short
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from textual.timer import Timer
 
     from spool.catalog import SessionRow
-    from spool.look.conversation import Conversation
+    from spool.look.conversation import Conversation, Place
     from spool.look.session import SessionView
     from spool.rollout.views import View
 
@@ -48,6 +49,9 @@ class SessionScreen(SpoolScreen):
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("v", "view", "view"),
+        Binding("slash", "find", "find", key_display="/"),
+        Binding("n", "find_next(1)", "the next place that has it", show=False),
+        Binding("N", "find_next(-1)", "the place before that has it", show=False),
         Binding("r", "routing", "routing"),
         Binding("m", "remember", "keep for a comparison of routing", show=False),
     ]
@@ -71,6 +75,7 @@ class SessionScreen(SpoolScreen):
                 yield TreeView(id="tree")
                 yield SegmentList(id="segments")
             yield ConversationView(id="conversation")
+        yield LineInput(id="line")
 
     @property
     def steps(self) -> TreeView:
@@ -209,6 +214,35 @@ class SessionScreen(SpoolScreen):
         """Show the segments of the other view."""
         self._view = "timeline" if self._view == "lineage" else "lineage"
         self._look()
+
+    def action_find(self) -> None:
+        """Ask for a text to look for in the conversation."""
+        self.query_one(LineInput).open("a text in this conversation; n and N go on from it")
+
+    def on_line_input_typed(self, message: LineInput.Typed) -> None:
+        """Go to the next place that has what was typed."""
+        message.stop()
+        self.conversation.focus()
+        self.conversation.wanted = message.text
+        self.action_find_next(1)
+
+    def action_find_next(self, by: int) -> None:
+        """Go to the next place that has what was looked for last, or to the one before."""
+        blocks, start, wanted = self.conversation.blocks, self.conversation.place, self.conversation.wanted
+        if not wanted:
+            self.say("/ looks for a text in the conversation")
+            return
+
+        def found(place: Place | None) -> None:
+            if self.conversation.blocks is not blocks:
+                return
+            if place is None:
+                self.fail(f"{wanted!r} is nowhere in this conversation")
+            else:
+                self.say("")
+                self.conversation.reveal_found(place)
+
+        self.ask("find", lambda: search(blocks, wanted, start, by), found)
 
     def on_lines_chosen(self, message: Lines.Chosen) -> None:
         """Show the tokens of the step or segment."""

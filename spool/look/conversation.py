@@ -6,6 +6,7 @@ Text is as it was recorded; make it safe where it is shown, and no more of it th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -176,3 +177,39 @@ def spelled(block: Block) -> str:
         return block.text
     said = ((name, value if isinstance(value, str) else to_text(value)) for name, value in found.items())
     return "\n".join(f"{name}:\n{value}" if "\n" in value else f"{name}: {value}" for name, value in said)
+
+
+class Place(NamedTuple):
+    """A character of a conversation.
+
+    Attributes:
+        block: place of the block in the conversation.
+        at: place of the character in what `spelled` makes of the block; -1 for before all of them.
+    """
+
+    block: int
+    at: int
+
+
+def occurrences(wanted: str, text: str) -> Iterator[tuple[int, int]]:
+    """Yield where a text has what is looked for, in upper or lower case, as half-open ranges."""
+    yield from (match.span() for match in re.finditer(re.escape(wanted), text, re.IGNORECASE))
+
+
+def search(blocks: Sequence[Block], wanted: str, start: Place, by: int) -> Place | None:
+    """Return the next place behind ``start`` where a conversation has a text, beginning anew at its end.
+
+    Args:
+        blocks: the conversation.
+        wanted: the text, in upper or lower case.
+        start: where to begin; what is there itself is found last.
+        by: 1, or -1 for the nearest place before it.
+    """
+    around = [(start.block + by * n) % len(blocks) for n in range(len(blocks) + 1)] if blocks else []
+    for turn, block in enumerate(around):
+        found = [at for at, _ in occurrences(wanted, spelled(blocks[block]))]
+        if turn == 0:
+            found = [at for at in found if (at > start.at if by > 0 else at < start.at)]
+        if found:
+            return Place(block, found[0 if by > 0 else -1])
+    return None
