@@ -31,7 +31,8 @@ from spool.history import History, StepMessages
 from spool.known import Known
 from spool.listing import ARRIVAL, Listing
 from spool.logs import LogFeeder, Problem
-from spool.logs.cold import FACT_STREAM, ColdFeeder
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import FACT_STREAM
 from spool.logs.packs import has_files, unspilled
 from spool.logs.streams import is_live
 from spool.model.events import SessionOpened

@@ -14,7 +14,7 @@ from spool.config import Config, search_roots
 from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError, SpoolError, another_cold_root
 from spool.feeds import Feeds
 from spool.formats.arrays import Ragged
-from spool.logs.cold import gone_key
+from spool.logs.keys import gone_key
 from spool.logs.packs import GoneMark, parse_tombstone, read_gone
 from spool.model.fields import BUILT_IN, FieldSpec, Schema
 from spool.model.refs import Extent, Inline, Ref, SegmentRef, StepRef

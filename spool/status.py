@@ -12,7 +12,7 @@ from spool.catalog import Catalog, PackRow
 from spool.catalog.schema import STATES
 from spool.config import Config
 from spool.errors import StorageError
-from spool.logs.cold import is_fact_stream
+from spool.logs.keys import is_fact_stream
 from spool.logs.streams import is_live, measure, stream_names
 from spool.model.units import UNITS, parse_unit_path
 from spool.spiller import elect

@@ -20,7 +20,8 @@ from spool.formats import manifest
 from spool.formats.cold_arrays import cold_group_metadata
 from spool.formats.frames import encode_event
 from spool.formats.manifest import PackEntry
-from spool.logs.cold import ColdFeeder, gone_key, is_rollup, manifest_key
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import gone_key, is_rollup, manifest_key
 from spool.model.events import SessionOpened
 from spool.model.fields import Schema, layout
 from spool.spiller import rollup

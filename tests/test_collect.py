@@ -21,7 +21,8 @@ from spool import locks
 from spool.catalog import Catalog, tiers
 from spool.formats.frames import decode_event
 from spool.formats.records import decode
-from spool.logs.cold import ColdFeeder, gone_key, is_rollup
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import gone_key, is_rollup
 from spool.model.fields import layout
 from spool.retention import Policy
 from spool.root import open_cold

@@ -10,9 +10,9 @@ from tiers import assert_same, record
 
 import spool
 from spool.audit import cold as audit_cold
-from spool.logs.cold import gone_key, records_key
+from spool.logs.keys import gone_key, records_key
 from spool.read.valid import ListedRows
-from spool.spiller import upload
+from spool.spiller import claims
 from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
 from spool.spiller.upload import Uploader
@@ -228,7 +228,7 @@ def test_records_of_a_copy_that_died_are_replaced_after_a_while(claimed, cold, o
     assert [row.state for row in sp.spill()] == ["sealed"]
     assert "no manifest lists yet; if none does 15 minutes after they were put" in refused(sp)[0]
     assert objects.get(key) == theirs
-    monkeypatch.setattr(upload, "CLAIM_S", -5.0)  # so long ago that is
+    monkeypatch.setattr(claims, "CLAIM_S", -5.0)  # so long ago that is
     assert [row.state for row in sp.spill()] == ["spilled"]
     with spool.open(cold) as there:
         assert_same(there.read(refs), sp.read(refs))

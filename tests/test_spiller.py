@@ -18,7 +18,7 @@ from spool.errors import IntegrityError, LockedError, StorageError
 from spool.formats import cold
 from spool.formats.cold_arrays import cold_layout
 from spool.formats.frames import encode_event
-from spool.logs.cold import gone_key
+from spool.logs.keys import gone_key
 from spool.logs.packs import read_entry
 from spool.model.events import SessionDiscarded, StepCommitted, Transaction
 from spool.model.fields import Schema, expert_field, layout

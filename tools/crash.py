@@ -40,7 +40,7 @@ from spool import locks
 from spool.config import parse_uri
 from spool.errors import LockedError, NotFoundError, ReleasedError, SpoolError
 from spool.formats import manifest
-from spool.logs.cold import FACTS, GONE, MANIFESTS, parse_gone_key
+from spool.logs.keys import FACTS, GONE, MANIFESTS, parse_gone_key
 from spool.logs.packs import list_packs, parse_tombstone
 from spool.logs.streams import measure, stream_names
 from spool.logs.units import GONE_UNITS, Deletions

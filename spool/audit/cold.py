@@ -17,7 +17,7 @@ from spool.formats.cold_arrays import ColdLayout, parse_cold_array, parse_cold_g
 from spool.formats.frames import decode_event
 from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, shard_key
-from spool.logs.cold import gone_key, parse_pack_key, records_key
+from spool.logs.keys import gone_key, parse_pack_key, records_key
 from spool.logs.packs import parse_tombstone
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.stores.objects import ObjectInfo, Objects

@@ -20,7 +20,7 @@ from spool.errors import SpoolError
 from spool.formats import experts
 from spool.formats.values import Array
 from spool.logs import Problem
-from spool.logs.cold import is_fact_stream
+from spool.logs.keys import is_fact_stream
 from spool.logs.packs import has_left
 from spool.model.events import Event
 from spool.model.fields import ROUTED_EXPERTS, ArraySpec, numpy_dtype

@@ -57,7 +57,7 @@ def command(location: str | None, dry_run: bool, as_json: bool) -> None:
     if as_json:
         write_json_rows(rows)
         return
-    from spool.logs.cold import is_fact_stream
+    from spool.logs.keys import is_fact_stream
     from spool.stores.units import ACCOUNT
 
     staying = [item for item in decisions if is_fact_stream(item.stream) and not item.go]

@@ -18,7 +18,8 @@ from spool.catalog.rows import PackUse
 from spool.errors import NotFoundError
 from spool.formats.cold_arrays import cold_array_metadata, parse_cold_array, parse_cold_group
 from spool.formats.shard import group_key
-from spool.logs.cold import MANIFESTS, ColdFeeder, fact_key, gone_key, is_fact_stream, is_rollup, parse_pack_key
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import MANIFESTS, fact_key, gone_key, is_fact_stream, is_rollup, parse_pack_key
 from spool.logs.packs import GoneMark, list_packs
 from spool.logs.streams import stream_names
 from spool.model.events import SessionDiscarded

@@ -20,7 +20,8 @@ from spool.errors import ConfigError, IntegrityError, SpoolError, StorageError
 from spool.formats.manifest import PackEntry
 from spool.locks import file_identity
 from spool.logs import LogFeeder
-from spool.logs.cold import ColdFeeder, gone_key
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import gone_key
 from spool.logs.packs import last_cold
 from spool.logs.room import Disk, wanted
 from spool.logs.streams import is_live

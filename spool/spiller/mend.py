@@ -16,7 +16,8 @@ from spool.errors import IntegrityError, NotFoundError, SpoolError
 from spool.formats import manifest, records
 from spool.formats.manifest import PackEntry
 from spool.logs import LogFeeder
-from spool.logs.cold import MANIFESTS, ColdFeeder, is_rollup, manifest_key, parse_manifest_key
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import MANIFESTS, is_rollup, manifest_key, parse_manifest_key
 from spool.logs.packs import list_packs, marker_path, read_entry, write_cold
 from spool.logs.streams import records_path, stream_names
 from spool.stores.local import read_file

@@ -11,7 +11,8 @@ import xxhash
 
 from spool.errors import IntegrityError, NotFoundError
 from spool.formats import manifest
-from spool.logs.cold import FACTS, MANIFESTS, ColdFeeder, is_rollup, parse_manifest_key
+from spool.logs.cold import ColdFeeder
+from spool.logs.keys import FACTS, MANIFESTS, is_rollup, parse_manifest_key
 from spool.points import reach
 from spool.stores.objects import Objects
 

@@ -14,22 +14,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import NamedTuple, TypeVar
 
 from spool.errors import IntegrityError, NotFoundError, StorageError
 from spool.formats import cold, cold_arrays, manifest, records
 from spool.formats.cold_arrays import Codec, ColdLayout
-from spool.formats.manifest import PackEntry, listed
+from spool.formats.manifest import PackEntry
 from spool.formats.shard import group_key, parse_attributes, parse_rows, shard_key
-from spool.logs.cold import MANIFESTS, gone_key, is_rollup, manifest_key, parse_manifest_key, records_key
+from spool.logs.keys import manifest_key, records_key
 from spool.logs.packs import marker_path, pack_bytes, read_entry, write_cold
 from spool.logs.streams import records_path
 from spool.model.fields import ArraySpec
 from spool.points import reach
-from spool.sizes import format_time
 from spool.spiller.buffers import Buffers
 from spool.spiller.check import Checker, Named, named_in
+from spool.spiller.claims import Claims, no_word_on_packs
 from spool.spiller.turns import turn
 from spool.spiller.units import UnitUploader, named_units
 from spool.stores.hot import HotStore
@@ -53,8 +53,6 @@ PIECE_BYTES = 4 << 20
 """Of a hot shard, what is read, checked and encoded at a time."""
 LATE_S = 900.0
 """For so long after it was put a document is looked at: an older one that was given up may still arrive."""
-CLAIM_S = 900.0
-"""Records that no manifest lists so long after they were put are of a copy that died: another's take their place."""
 
 log = logging.getLogger("spool.spiller")
 
@@ -109,7 +107,7 @@ class Uploader:
         self._large = threading.Lock()
         self._streams: dict[str, Stream] = {}
         self._described: dict[str, float] = {}
-        self._claimed: dict[tuple[str, int], float] = {}
+        self._claims = Claims(root, objects)
 
     def close(self) -> None:
         """End the threads."""
@@ -140,7 +138,7 @@ class Uploader:
         reach("spill.documents")
         units = frozenset(key for pack in sent for key in pack.units)
         self.units.bring(units)
-        all_of([self._threads.submit(self._claim_now, name, pack.entry.pack) for pack in sent])
+        all_of([self._threads.submit(self._claims.insist, name, pack.entry.pack) for pack in sent])
         self._put_all((manifest_key(pack.entry), pack.manifest) for pack in sent)
         reach("spill.manifest")
         self.units.insist(units)
@@ -149,7 +147,7 @@ class Uploader:
             write_cold(self._root, pack.entry, self._objects.url)
             reach("spill.marked")
             stream.entries[pack.entry.pack] = pack.entry
-            self._claimed.pop((name, pack.entry.pack), None)
+            self._claims.forget(name, pack.entry.pack)
         return [pack.entry for pack in sent]
 
     def is_there(self, name: str, pack: int) -> bool:
@@ -173,11 +171,11 @@ class Uploader:
         """Return a stream; its codecs are chosen by the pack ``first``, once and for all, unless they were before."""
         folder, _ = open_folder(self._root, name)
         try:
-            with _no_word_on_packs():
+            with no_word_on_packs():
                 data = self._objects.get(group_key(name))
         except NotFoundError:
             own = self._group(folder, first)
-            with _no_word_on_packs():
+            with no_word_on_packs():
                 self._objects.create(group_key(name), own)
                 data = self._objects.get(group_key(name))  # a copy of this root may have been first
         return Stream(folder, cold_arrays.parse_cold_group(data, self._url(group_key(name)))[1], {})
@@ -276,98 +274,6 @@ class Uploader:
 
     # -- a pack ------------------------------------------------------------------------------------------------------
 
-    def _claim(self, name: str, pack: int, table: bytes) -> None:
-        """Put a pack's records, from which all else of it follows, unless another pack of the same name is there.
-
-        Raises:
-            IntegrityError: one is, or was: a hot root was copied, and both copies are in use.
-        """
-        key = records_key(name, pack)
-        found = self._objects.info(key)
-        if found is None:
-            self._check_not_deleted(name, pack)
-        with _no_word_on_packs():
-            if found is None:
-                self._objects.create(key, table)
-            there = self._objects.get(key)
-        modified = time.time() if found is None else found.modified
-        if there != table:
-            self._check_replaceable(name, pack, table, there, modified)
-        if there != table or modified < time.time() - CLAIM_S / 2:  # own ones too: their age says whether one lives
-            with _no_word_on_packs():
-                self._objects.put(key, table)
-                there = self._objects.get(key)
-        if there != table:
-            raise self._rival(name, pack, "put just now")
-        self._claimed[name, pack] = time.monotonic()
-
-    def _renew(self, name: str, pack: int) -> None:
-        """Claim a pack again that takes long to send: another copy takes this one for dead, or did."""
-        if time.monotonic() - self._claimed[name, pack] > CLAIM_S / 2:
-            self._claim_now(name, pack)
-
-    def _claim_now(self, name: str, pack: int) -> None:
-        """See to it that a pack's records are the ones here: a machine may have stood still with no clock to tell."""
-        self._claim(name, pack, read_file(records_path(self._root, name, pack)))
-
-    def _check_not_deleted(self, name: str, pack: int) -> None:
-        """Raise `IntegrityError` where a pack of this name was deleted: nobody would see this one."""
-        key = gone_key(name, pack)
-        if self._objects.info(key) is not None:
-            raise IntegrityError(
-                f"{self._url(key)} says that pack {pack} of stream {name} is deleted, and it is not deleted here: two "
-                "copies of one hot root are in use, and the other one's pack was deleted. What is here stays: "
-                "`spool export` what only it has, and take this copy out of use",
-                stream=name, file=self._url(key),
-            )  # fmt: skip
-
-    def _check_replaceable(self, name: str, pack: int, table: bytes, there: bytes, modified: float) -> None:
-        """Raise `IntegrityError` where records that are ``there``, since ``modified``, are another copy's to keep."""
-        url = self._url(records_key(name, pack))
-        try:
-            records.decode(there)
-        except IntegrityError as error:
-            listing = self._listing(name, pack, strict=False)
-            if listing is not None and listing != listed(records.decode(table)):
-                raise self._rival(name, pack, f"damaged ({error}), and a manifest lists them") from error
-            log.warning("%s is damaged and is put again: %s", url, error)
-            return
-        if self._listing(name, pack, strict=True) is not None:
-            raise self._rival(name, pack, "and a manifest lists them")
-        if modified > time.time() - CLAIM_S:
-            raise self._rival(
-                name,
-                pack,
-                f"which no manifest lists yet; if none does {CLAIM_S / 60:.0f} minutes after they were put, these here "
-                "take their place",
-            )
-        log.warning("%s holds records that no manifest lists since %s: they are replaced", url, format_time(modified))
-
-    def _rival(self, name: str, pack: int, what: str) -> IntegrityError:
-        url = self._url(records_key(name, pack))
-        return IntegrityError(
-            f"{url} holds other records than pack {pack} of stream {name} here, {what}: two copies of one hot root are "
-            "in use. What is there stays, and so does what is here: take this copy out of use, or if it is the one to "
-            "keep, `spool export` what only it has",
-            stream=name, file=url,
-        )  # fmt: skip
-
-    def _listing(self, name: str, pack: int, *, strict: bool) -> list[bytes] | None:
-        """Return the events of a pack as a manifest lists them; None where none does.
-
-        Raises:
-            IntegrityError: a manifest that may list it is damaged, and ``strict``.
-            NotFoundError: one was rolled up just now.
-        """
-        keys = [found.key for found in self._objects.list(MANIFESTS)]
-        for key in keys:
-            if is_rollup(key) or parse_manifest_key(key) == (name, pack):
-                with _unless_damaged(strict, self._url(key)):
-                    for entry, events in manifest.decode(self._objects.get(key)):
-                        if (entry.stream, entry.pack) == (name, pack):
-                            return events
-        return None
-
     def _url(self, key: str) -> str:
         return f"{self._objects.url}/{key}"
 
@@ -376,7 +282,7 @@ class Uploader:
         path = records_path(self._root, folder.name, pack)
         table = read_file(path)
         events = records.decode(table)
-        self._claim(folder.name, pack, table)
+        self._claims.claim(folder.name, pack, table)
         reach("spill.claimed")
         named = named_in(events, folder.name, pack, folder.layout.shard_rows)
         jobs = [self._threads.submit(self._send_shard, stream, spec, pack, named) for spec in folder.schema.arrays]
@@ -413,7 +319,7 @@ class Uploader:
             pieces = self._pieces(layout, key, n_rows, checker)
             data = cold.encode_pieces(layout, pieces, n_rows, into=into)
             checker.end()
-            self._renew(folder.name, pack)
+            self._claims.renew(folder.name, pack)
             sent = self._put_object(key, data)
             if layout.codec != "raw":
                 self._prove_index(key, data[: layout.index_bytes])
@@ -432,7 +338,7 @@ class Uploader:
 
     def _prove_index(self, key: str, index: memoryview) -> None:
         """Read back the index of a compressed shard: without it nothing in the shard is found again."""
-        with _no_word_on_packs():
+        with no_word_on_packs():
             found = self._objects.get_range(key, 0, len(index))
         if found != index:
             self._objects.delete([key])
@@ -448,7 +354,7 @@ class Uploader:
         return key, len(data)
 
     def _put(self, key: str, data: bytes | memoryview) -> None:
-        with _no_word_on_packs(), self._large if len(data) > LARGE_BYTES else nullcontext():
+        with no_word_on_packs(), self._large if len(data) > LARGE_BYTES else nullcontext():
             self._objects.put(key, data)
 
     def _valid_rows(self, folder: Folder, spec: ArraySpec, pack: int) -> int:
@@ -466,25 +372,6 @@ class Uploader:
             return os.stat(folder.shard_path(spec, pack)).st_size // spec.row_bytes
         except FileNotFoundError:
             return 0
-
-
-@contextmanager
-def _no_word_on_packs() -> Iterator[None]:
-    """Turn what is wrong with bytes of the cold root into a failure of the cold root: the pack may be as it was."""
-    try:
-        yield
-    except IntegrityError as error:
-        raise StorageError(str(error), **error.details) from error
-
-
-@contextmanager
-def _unless_damaged(strict: bool, url: str) -> Iterator[None]:
-    """Pass over an object that is damaged; raise, with its URL, where ``strict``."""
-    try:
-        yield
-    except IntegrityError as error:
-        if strict:
-            raise IntegrityError(f"{url}: {error}", **error.details) from error
 
 
 def all_of(futures: Sequence[Future[T]]) -> list[T]:
