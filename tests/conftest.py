@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hostile_s3 import HostileS3
@@ -63,6 +64,30 @@ def shared_sp(tmp_path_factory):
         yield sp
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--both-tiers", action="store_true", help="tests of a cold root run on a folder and on S3, not on one of them"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Run each test of `cold` on one kind of cold root, the same one each time; half of them on either."""
+    if config.getoption("both_tiers"):
+        return
+    left = [item for item in items if not _has_turn(item)]
+    items[:] = [item for item in items if _has_turn(item)]
+    config.hook.pytest_deselected(items=left)
+
+
+def _has_turn(item):
+    spec = getattr(item, "callspec", None)
+    if spec is None or "cold" not in spec.params or "cold" not in item.fixturenames:
+        return True
+    others = sorted((name, str(value)) for name, value in spec.params.items() if name != "cold")
+    kinds = ("file", "s3")
+    return spec.params["cold"] == kinds[crc32(f"{item.originalname}{others}".encode()) % len(kinds)]
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     """A real S3 server, the same for all tests of a process."""
@@ -77,6 +102,12 @@ def s3_root(s3_server, monkeypatch):
     for name, value in s3_server.environment().items():
         monkeypatch.setenv(name, value)
     return f"s3://spool/{secrets.token_hex(4)}/root"
+
+
+@pytest.fixture(params=["file", "s3"])
+def cold(request, tmp_path):
+    """The URL of a cold root that does not exist yet: on a shared folder, or on the S3 server."""
+    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import threading
 import time
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from browsing import SHAPE, Driven, browsing, ids, session, tree
 from shell import HOSTILE, SCRIPT, environment, run
@@ -17,6 +18,7 @@ import spool
 from spool.browse.app import Browser
 from spool.browse.lines import Lines
 from spool.errors import StorageError
+from spool.look.references import parsed
 from spool.testing.rollouts import rollouts
 
 pytestmark = pytest.mark.asyncio
@@ -311,7 +313,7 @@ async def test_the_segment_under_the_cursor_marks_its_steps(sp, spool_uri):
         for ref in sp.final_segments("tree"):
             marked = [line.split()[1] for line in at.part("#tree")[1:8] if line.startswith("▌")]
             assert sorted(map(int, marked)) == sorted(ref.steps)
-            assert at.screen.refer() == ref.id
+            assert at.screen.refer().id == ref.id
             await at.press("down")
 
 
@@ -332,13 +334,13 @@ async def test_after_end_the_cursor_follows_new_steps_until_it_is_moved(sp, spoo
         await at.press("enter", "end")
         assert "the cursor follows new steps" in at.text
         s.append(prompt_token_ids=[99], response_token_ids=[1], weight_version="13")
-        await at.until(lambda: at.screen.refer() == "live:2", "the new step")
+        await at.until(lambda: at.screen.refer().id == "live:2", "the new step")
         assert "the cursor follows new steps" in at.text
         await at.press("k")
-        assert "the cursor follows" not in at.text and at.screen.refer() == "live:1"
+        assert "the cursor follows" not in at.text and at.screen.refer().id == "live:1"
         s.append(prompt_token_ids=[98], response_token_ids=[1], weight_version="14")
         await at.until(lambda: "v14" in at.text, "another step")
-        assert at.screen.refer() == "live:1"
+        assert at.screen.refer().id == "live:1"
         await at.press("G")
         assert "the cursor follows new steps" in at.text
         s.finalize(outcome="completed")
@@ -657,6 +659,31 @@ async def test_copy_and_export_take_the_thing_under_the_cursor_or_what_is_marked
         assert {row.session_id for row in copy.sessions()} == {"s27", "s28"}
 
 
+async def test_a_step_is_itself_whatever_other_sessions_are_called(sp, spool_uri, tmp_path):
+    for name, token in (("a:0", 33), ("a@lineage/0", 44), ("a", 11)):
+        s = sp.session(name)
+        s.append(prompt_token_ids=[token], response_token_ids=[token])
+        s.finalize(outcome="completed")
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        for number, key in enumerate(("y", "tab")):
+            if number:
+                await at.press(key)
+            await at.press("y")
+            (ref,) = parsed(at.app.clipboard)
+            assert ref.session_id == "a"
+            await at.press("e")
+            at.screen.query_one("Input").value = f"{tmp_path}/out{number}"
+            await at.press("enter")
+            await at.until(lambda: "1 session is in" in at.text, "the export")
+            (tokens,) = pq.read_table(f"{tmp_path}/out{number}")["token_ids"].to_pylist()
+            assert tokens == [11, 11]
+        await at.press("b")
+        assert "a@lineage/0" in at.text and "44" not in at.line("token_ids")
+        await at.press("q", "enter")
+        assert "a@lineage/0" in at.lines[0] and "11" in at.part("#tokens")[1]
+
+
 async def test_an_export_of_one_thing_is_told_in_the_singular(many, spool_uri, tmp_path):
     async with browsing(spool_uri, size=(200, 24)) as at:
         await at.press("e")
@@ -729,7 +756,7 @@ async def test_a_discarded_session_is_a_line_not_a_crash(many, spool_uri):
         assert "discarded" in at.lines[0] and "nothing is here" not in at.text and "◆" in at.text
         for key in ("down", "enter", "y", "r", "v", "tab", "b"):
             await at.press(key)
-        await at.press("q", "q")
+        await at.press("q", "q", "q", "q")
         assert "sessions: 30" in at.lines[0]
 
 
@@ -764,7 +791,7 @@ async def test_a_run_that_is_started_anew_in_the_folder_is_shown_instead(sp, spo
             await at.until(lambda: "sessions: 2" in at.lines[0], "the next session")
             await at.settle()  # the row that moved down is fetched
             await at.press("enter")
-            assert at.screen.refer() == "new:0"
+            assert at.screen.refer().id == "new:0"
 
 
 async def test_data_that_is_gone_or_damaged_is_a_line_not_a_crash(many, spool_uri, tmp_path):

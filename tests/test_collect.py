@@ -35,11 +35,11 @@ from spool.stores.objects import open_objects
 from spool.write import stream as stream_module
 
 
-@pytest.fixture(params=["file", "s3"])
-def cold(request, tmp_path):
+@pytest.fixture
+def cold(cold, tmp_path):
     """The URL of a cold root where nothing is yet."""
     (tmp_path / "cold").mkdir()
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
+    return cold
 
 
 @pytest.fixture

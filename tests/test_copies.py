@@ -27,13 +27,12 @@ def spillers(monkeypatch):
     monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
 
 
-@pytest.fixture(params=["file", "s3"])
-def cold(request, tmp_path):
+@pytest.fixture
+def cold(cold, request):
     """The URL of a cold root in a store that creates exclusively."""
-    if request.param == "file":
-        return f"file://{tmp_path}/cold"
-    request.getfixturevalue("hostile")
-    return request.getfixturevalue("s3_root")
+    if cold.startswith("s3"):
+        request.getfixturevalue("hostile")
+    return cold
 
 
 @pytest.fixture

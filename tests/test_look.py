@@ -85,7 +85,7 @@ def test_a_session_is_looked_at_with_its_retries_and_the_segments_of_a_view(sp):
     assert [row.step.index for row in found.rows if row.superseded] == [1]
     users = {row.step.index: row.segments for row in found.rows}
     assert users == {0: (0, 1), 1: (), 2: (0, 1), 4: (0,), 3: (1,), 5: (1,), 6: (2,)}
-    assert [segment.name for segment in found.segments] == [f"tree@lineage/{index}" for index in range(3)]
+    assert [segment.ref.id for segment in found.segments] == [f"tree@lineage/{index}" for index in range(3)]
     assert look_at(sp, "tree", "timeline").is_final is False
     for row in found.rows:
         assert sp.messages(row.step.ref) == sp.messages(sp.steps("tree")[row.step.index])
@@ -98,8 +98,8 @@ def test_a_session_is_looked_at_with_its_retries_and_the_segments_of_a_view(sp):
 def test_a_segment_is_named_as_the_session_was_finalised_whatever_the_options(sp, options):
     made = tree(sp).finalize(outcome="completed", **options)
     found = look_at(sp, "tree")
-    assert found.is_final and [segment.name for segment in found.segments] == [ref.id for ref in made]
-    assert [find(sp, look.name) for look in found.segments] == [[ref] for ref in sp.final_segments("tree")]
+    assert found.is_final and [segment.ref.id for segment in found.segments] == [ref.id for ref in made]
+    assert [find(sp, look.ref.id) for look in found.segments] == [[ref] for ref in sp.final_segments("tree")]
     assert [each[0].steps for each in (find(sp, ref.id) for ref in made)] == [ref.steps for ref in made]
     other = "lineage" if "view" in options else "timeline"
     assert find(sp, f"tree@{other}/1") == [sp.view("tree", other)[1]]
@@ -153,6 +153,8 @@ def test_messages_of_any_shape_become_blocks():
         "text",
         None,
         {"role": 5, "content": 5, "tool_calls": call},
+        {"role": "assistant", "content": "", "refusal": "no", "audio": None, "reasoning": "why", "args": {"code": "1"}},
+        {"role": "assistant", "function_call": {"name": "g", "arguments": "{}"}},
     ]
     assert [(b.message, b.role, b.kind, b.text, b.name) for b in blocks(said)] == [
         (0, "user", "text", "hi", ""),
@@ -168,11 +170,15 @@ def test_messages_of_any_shape_become_blocks():
         (6, "?", "raw", "null", ""),
         (7, "5", "text", "5", ""),
         (7, "5", "call", "{}", "f"),
+        (8, "assistant", "thought", "why", ""),
+        (8, "assistant", "raw", '{"refusal": "no", "args": {"code": "1"}}', ""),
+        (9, "assistant", "call", "{}", "g"),
     ]
     assert blocks([]) == []
 
 
 def test_a_call_is_spelled_out_and_left_alone_where_it_is_no_json():
+    assert spelled(Block(0, "a", "call", twice := '{"a": {"b": 1, "b": 2}}')) == twice
     assert spelled(Block(0, "a", "call", '{"command": "a\\nb", "n": 1}')) == "command:\na\nb\nn: 1"
     for text in ("{broken", "[1]", "", "{" * 100_000):
         assert spelled(Block(0, "a", "call", text)) == text

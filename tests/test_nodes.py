@@ -20,12 +20,6 @@ SESSIONS_A_WRITER = 3
 STEPS = 3
 
 
-@pytest.fixture(params=["s3", "file"])
-def cold(request, tmp_path):
-    """The URL of a cold root that does not exist yet."""
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
-
-
 def digests(location, refs):
     """Return what another process reads at a location."""
     return nodes.result(nodes.start("read", location_=location, refs=msgspec.json.encode(refs).decode()))

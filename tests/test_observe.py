@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kit import SHAPE, add, session
 from prometheus_client import CollectorRegistry, generate_latest
-from tiers import record
+from tiers import record, wait_for
 
 import spool
 from spool import observe
@@ -24,6 +24,7 @@ from spool.observe import (
     Spilled,
     Waited,
 )
+from spool.spiller.elect import is_running
 
 
 class Seen(list):
@@ -144,6 +145,7 @@ def test_spilling_evicting_and_deleting_are_told_by_who_does_it(tmp_path, seen):
 def test_retries_are_told(tmp_path, hostile, s3_root, seen):
     with spool.open(f"file://{tmp_path}/hot?spill={s3_root}") as sp:
         sp.publish(record(sp, "a"), timeout_s=120)
+    wait_for(lambda: not is_running(f"{tmp_path}/hot"), what="the spiller's end")  # else the faults are for it
     hostile.fault(503, "GET", times=2)
     with spool.open(s3_root, observer=seen) as there:
         assert len(list(there.segments())) == 1

@@ -18,12 +18,6 @@ from spool.cli.status_ import _spiller
 from spool.status import SpillerStatus
 
 
-@pytest.fixture(params=["file", "s3"])
-def cold(request, tmp_path):
-    """The URL of an empty cold root."""
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
-
-
 @pytest.fixture
 def hot(tmp_path):
     """The path of a hot root with two sealed packs, and no cold root yet."""

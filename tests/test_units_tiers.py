@@ -31,11 +31,11 @@ from spool.stores.units import ACCOUNT, HotUnits, disk_bytes
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["file", "s3"])
-def cold(request, tmp_path):
+@pytest.fixture
+def cold(cold, tmp_path):
     """The URL of a cold root where nothing is yet."""
     (tmp_path / "cold").mkdir()
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
+    return cold
 
 
 @pytest.fixture

@@ -15,15 +15,17 @@ from textual.binding import Binding, BindingType
 
 from spool.browse.screen import SpoolScreen
 from spool.browse.wrapping import number
+from spool.look.references import argument_of, name_of, refs_of
 from spool.look.text import one_line
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from spool.browse.export import Form
     from spool.export import Exported
     from spool.handle import Spool
+    from spool.look.references import Thing
     from spool.model.refs import SegmentRef, StepRef
 
 FIRST = 2
@@ -158,11 +160,11 @@ class Browser(App[BaseException]):
 
         self.push_screen(RoutingScreen(ref, other))
 
-    def open_storage(self, ref: str | None = None) -> None:
-        """Show where bytes are, of the whole spool and of what ``ref`` names."""
+    def open_storage(self, thing: Thing | None = None) -> None:
+        """Show where bytes are, of the whole spool and of one thing."""
         from spool.browse.storage import StorageScreen
 
-        self.push_screen(StorageScreen(ref))
+        self.push_screen(StorageScreen(thing))
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
@@ -196,24 +198,30 @@ class Browser(App[BaseException]):
         if self.front is not None and self._spool is not None:
             self.open_storage(self.front.refer())
 
-    def _selected(self) -> tuple[SpoolScreen, list[str]] | None:
+    def _selected(self) -> tuple[SpoolScreen, Sequence[Thing]] | None:
         """Return the screen in front and what is selected there; where that is nothing the screen says so."""
         screen = self.front
         if screen is None:
             return None
-        names = screen.selected()
-        if not names:
+        things = screen.selected()
+        if not things:
             screen.say("there is no session, step or segment under the cursor")
-        return (screen, names) if names else None
+        return (screen, things) if things else None
 
     def action_copy(self) -> None:
         """Copy the reference of the thing under the cursor, for a terminal that understands OSC 52."""
         chosen = self._selected()
-        if chosen is not None:
-            screen, text = chosen[0], "\n".join(chosen[1])
+        if chosen is None:
+            return
+        (screen, things), spool = chosen, self.spool
+
+        def copy(names: list[str]) -> None:
+            text = "\n".join(names)
             # a lone surrogate cannot be sent
             self.copy_to_clipboard(text.encode("utf-8", "backslashreplace").decode())
             screen.say(f"copied {text if len(text) < 200 else f'{len(text):,} characters'}")
+
+        screen.ask("copy", lambda: [argument_of(spool, thing) for thing in things], copy)
 
     def action_export(self) -> None:
         """Ask where to export what is selected."""
@@ -222,21 +230,19 @@ class Browser(App[BaseException]):
         chosen = self._selected()
         if chosen is None:
             return
-        screen, names = chosen
+        screen, things = chosen
 
         def begin(answer: tuple[str, Form] | None) -> None:
             if answer is not None:
-                self._export(screen, names, *answer)
+                self._export(screen, things, *answer)
 
-        self.push_screen(ExportScreen(names), begin)
+        self.push_screen(ExportScreen([name_of(thing) for thing in things]), begin)
 
-    def _export(self, screen: SpoolScreen, names: list[str], path: str, form: Form) -> None:
+    def _export(self, screen: SpoolScreen, things: Sequence[Thing], path: str, form: Form) -> None:
         spool = self.spool
 
         def export() -> Exported:
-            from spool.look.references import find
-
-            refs = [ref for name in names for ref in find(spool, name)]
+            refs = [ref for thing in things for ref in refs_of(spool, thing)]
             return spool.export(refs, os.path.expanduser(path), form)
 
         def done(made: Exported) -> None:

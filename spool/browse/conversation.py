@@ -62,9 +62,6 @@ class ConversationView(Lines):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "choose", "unfold, more"),
         Binding("space", "choose", "unfold, more", show=False),
-        Binding("right_square_bracket", "message(1)", "the next message", show=False),
-        Binding("left_square_bracket", "message(-1)", "the message before", show=False),
-        Binding("u", "unfold", "unfold or fold all", show=False),
     ]
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
@@ -178,14 +175,14 @@ class ConversationView(Lines):
             return
         self._again()
 
-    def action_unfold(self) -> None:
+    def unfold(self) -> None:
         """Unfold all calls and results, or fold them."""
         folding = {number for number in range(*self._shown) if self._folds(number)}
         self._open = set() if folding <= self._open else folding
         self._again()
 
-    def action_message(self, by: int) -> None:
-        """Go to the next message, or to the one before."""
+    def next_message(self, by: int) -> None:
+        """Go to the next message, or to the one before where ``by`` is negative."""
         here = self._message_at(self.cursor)
         rows = range(self.cursor + 1, len(self._rows)) if by > 0 else range(self.cursor - 1, -1, -1)
         for number in rows:

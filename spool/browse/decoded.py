@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from spool.look.conversation import Block, Conversation
-from spool.look.references import find
+from spool.look.references import refs_of
 from spool.look.text import count
 from spool.look.tokens import Tokens
 
@@ -43,7 +43,7 @@ def decoded(sp: Spool, step: StepLook, tokenizer: str) -> Conversation:
         NotFoundError, InputError, ConfigError: the tokenizer cannot be used.
         ReleasedError, IntegrityError, StorageError: the tokens cannot be read.
     """
-    ref = find(sp, step.ref.id)[0]
+    (ref,) = refs_of(sp, step.ref)
     tokens, answer = Tokens(sp, ref, vocabulary(tokenizer)), step.n_prompt
     parts = {
         "prompt": (max(answer - step.n_new, answer - MOST_TOKENS, 0), answer),

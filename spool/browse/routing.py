@@ -118,9 +118,9 @@ class RoutingScreen(SpoolScreen):
         """Stop reading."""
         self._stop.set()
 
-    def refer(self) -> str | None:
+    def refer(self) -> Ref:
         """Return the segment or step."""
-        return self.ref.id
+        return self.ref
 
     # -- reading -----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from rich.cells import cell_len
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from spool.browse.app import Browser
     from spool.handle import Spool
+    from spool.look.references import Thing
 
 T = TypeVar("T")
 
@@ -191,15 +192,14 @@ class SpoolScreen(Screen[None]):
         line.update(Content(one_line(text)))
         return line
 
-    def refer(self) -> str | None:
-        """Return the reference of the thing under the cursor, as the command line takes it; None for nothing.
+    def refer(self) -> Thing | None:
+        """Return the thing under the cursor; None for nothing.
 
-        A session's id, ``SESSION:STEP``, or ``SESSION@VIEW/INDEX``. It is what is copied and exported, and whose bytes
-        the screen of storage shows.
+        It is what is copied and exported, and whose bytes the screen of storage shows.
         """
         return None
 
-    def selected(self) -> list[str]:
-        """Return the references of all that is to be exported: what is marked, or else the thing under the cursor."""
+    def selected(self) -> Sequence[Thing]:
+        """Return all that is to be exported: what is marked, or else the thing under the cursor."""
         found = self.refer()
         return [] if found is None else [found]

@@ -83,9 +83,9 @@ class SegmentScreen(SpoolScreen):
         table.focus()
         self.ask("open", self._open, self._opened)
 
-    def refer(self) -> str | None:
+    def refer(self) -> SegmentRef | StepRef:
         """Return the segment or step."""
-        return self.ref.id
+        return self.ref
 
     def _open(self) -> tuple[Tokens, str | None]:
         from spool.errors import InputError, NotFoundError

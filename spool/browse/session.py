@@ -16,7 +16,7 @@ from spool.browse.screen import SpoolScreen
 from spool.browse.tree import SegmentList, TreeView
 from spool.browse.wrapping import number
 from spool.look.conversation import Messages, search, step_before
-from spool.look.references import find
+from spool.look.references import refs_of
 from spool.look.session import look_at
 from spool.look.text import ago, one_line, short
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spool.catalog import SessionRow
     from spool.look.conversation import Conversation, Place
     from spool.look.session import SessionView
+    from spool.model.refs import SegmentRef, StepRef
     from spool.rollout.views import View
 
 REFRESH_S = 1.0
@@ -50,6 +51,9 @@ class SessionScreen(SpoolScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("v", "view", "view"),
         Binding("slash", "find", "find", key_display="/"),
+        Binding("u", "unfold", "unfold or fold all", show=False),
+        Binding("right_square_bracket", "message(1)", "the next message", show=False),
+        Binding("left_square_bracket", "message(-1)", "the message before", show=False),
         Binding("n", "find_next(1)", "the next place that has it", show=False),
         Binding("N", "find_next(-1)", "the place before that has it", show=False),
         Binding("r", "routing", "routing"),
@@ -64,7 +68,7 @@ class SessionScreen(SpoolScreen):
         self._known: SessionRow | None = None
         self._messages: Messages | None = None
         self._spoken: int | None = None
-        self._other: str | None = None
+        self._other: SegmentRef | StepRef | None = None
         self._settling: Timer | None = None
         self._following = False
 
@@ -215,6 +219,14 @@ class SessionScreen(SpoolScreen):
         self._view = "timeline" if self._view == "lineage" else "lineage"
         self._look()
 
+    def action_unfold(self) -> None:
+        """Unfold all calls and results of the conversation, or fold them."""
+        self.conversation.unfold()
+
+    def action_message(self, by: int) -> None:
+        """Go to the next message of the conversation, or to the one before."""
+        self.conversation.next_message(by)
+
     def action_find(self) -> None:
         """Ask for a text to look for in the conversation."""
         self.query_one(LineInput).open("a text in this conversation; n and N go on from it")
@@ -247,27 +259,27 @@ class SessionScreen(SpoolScreen):
     def on_lines_chosen(self, message: Lines.Chosen) -> None:
         """Show the tokens of the step or segment."""
         message.stop()
-        if (name := self.refer()) is not None:
+        if (thing := self.refer()) is not None:
             spool = self.spool
-            self.ask("reference", lambda: find(spool, name)[0], self.browser.open_segment)
+            self.ask("reference", lambda: refs_of(spool, thing)[0], self.browser.open_segment)
 
     def action_routing(self) -> None:
         """Show the routing of the step or segment under the cursor, beside the one that was kept for it."""
-        name, other, spool = self.refer(), self._other, self.spool
-        if name is not None:
-            names = [name] if other is None or other == name else [name, other]
-            refs = lambda: [find(spool, each)[0] for each in names]  # noqa: E731
+        thing, other, spool = self.refer(), self._other, self.spool
+        if thing is not None:
+            things = [thing] if other is None or other.id == thing.id else [thing, other]
+            refs = lambda: [refs_of(spool, each)[0] for each in things]  # noqa: E731
             self.ask("reference", refs, lambda found: self.browser.open_routing(*found))
 
     def action_remember(self) -> None:
         """Keep the step or segment under the cursor: the next routing is compared with it."""
         self._other = self.refer()
-        self.say("" if self._other is None else f"routing is compared with {self._other[:100]} now")
+        self.say("" if self._other is None else f"routing is compared with {self._other.id[:100]} now")
 
-    def refer(self) -> str | None:
+    def refer(self) -> SegmentRef | StepRef | None:
         """Return the segment under the cursor where the segments have the focus, else the step."""
         if self.segments.has_focus:
             segment = self.segments.current
-            return None if segment is None else segment.name
+            return None if segment is None else segment.ref
         row = self.steps.current
-        return None if row is None else row.step.ref.id
+        return None if row is None else row.step.ref

@@ -20,10 +20,13 @@ from spool.errors import InputError
 from spool.look.text import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from textual.app import ComposeResult
 
     from spool.catalog import SessionLook
     from spool.listing import Listing
+    from spool.look.references import Thing
 
 REFRESH_S = 1.0
 NEWEST = "-number"
@@ -232,6 +235,6 @@ class SessionsScreen(SpoolScreen):
         row: SessionLook | None = self.table.current
         return None if row is None else row.session_id
 
-    def selected(self) -> list[str]:
+    def selected(self) -> Sequence[Thing]:
         """Return the ids of the marked sessions, or of the one under the cursor."""
         return sorted(self.table.marks) or super().selected()

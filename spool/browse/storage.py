@@ -11,12 +11,14 @@ from textual.binding import Binding, BindingType
 from spool.browse.lines import Lines, Piece
 from spool.browse.screen import SpoolScreen
 from spool.look.places import Places, places
+from spool.look.references import name_of
 from spool.look.text import ago, count, one_line
 from spool.sizes import format_size
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
+    from spool.look.references import Thing
     from spool.status import HotTier, SpillerStatus, Status
 
 REFRESH_S = 2.0
@@ -50,7 +52,7 @@ class StorageScreen(SpoolScreen):
     """Where bytes are.
 
     Args:
-        ref: the thing whose byte ranges are shown; None for the whole spool alone.
+        thing: whose byte ranges are shown; None for the whole spool alone.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -58,9 +60,9 @@ class StorageScreen(SpoolScreen):
         Binding("r", "renew", "look again"),
     ]
 
-    def __init__(self, ref: str | None) -> None:
+    def __init__(self, thing: Thing | None) -> None:
         super().__init__()
-        self._thing = ref
+        self._thing = thing
         self._status: Status | None = None
         self._found: list[Places] = []
         self._n_left = 0
@@ -106,7 +108,7 @@ class StorageScreen(SpoolScreen):
         self._show()
 
     def _lost(self, error: BaseException) -> None:
-        self._found = [Places(ref=self._thing or "", error=str(error).partition("\n")[0])]
+        self._found = [Places(ref=name_of(self._thing or ""), error=str(error).partition("\n")[0])]
         self._show()
 
     def _show(self) -> None:
@@ -121,7 +123,7 @@ class StorageScreen(SpoolScreen):
             rows += [(), _fact("", f"{self._n_left:,} more segments: choose one to see its bytes", "dim")]
         self.facts.show(rows)
 
-    def refer(self) -> str | None:
+    def refer(self) -> Thing | None:
         """Return what the screen was opened for."""
         return self._thing
 

@@ -23,6 +23,8 @@ KEPT = 4
 """Lists of messages that are kept."""
 
 _TOOLS = ("tool", "function", "observation")
+_THOUGHTS = ("reasoning_content", "reasoning")
+_SHOWN = {"role", "name", "content", "tool_call_id", "tool_calls", "function_call", *_THOUGHTS}
 
 
 class Block(Struct, frozen=True, gc=False):
@@ -122,8 +124,9 @@ def _called(message: Any) -> Iterator[tuple[str, str]]:
 
 
 def _calls(message: Mapping[Any, Any]) -> list[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else [calls] if calls else []
+    calls, only = message.get("tool_calls"), message.get("function_call")  # what it was called before 2024
+    found = calls if isinstance(calls, list) else [calls] if calls else []
+    return [*found, {"function": only}] if only else found
 
 
 def _blocks(place: int, message: Any, tools: Mapping[str, str]) -> list[Block]:
@@ -133,11 +136,13 @@ def _blocks(place: int, message: Any, tools: Mapping[str, str]) -> list[Block]:
     answered = str(message.get("tool_call_id") or "")
     name = str(message.get("name") or tools.get(answered, answered))
     kind: Kind = "result" if role in _TOOLS else "text"
-    found = [Block(place, role, "thought", text) for text in _texts(message.get("reasoning_content"))]
+    found = [Block(place, role, "thought", text) for key in _THOUGHTS for text in _texts(message.get(key))]
     found += [Block(place, role, kind, text, name) for text in _texts(message.get("content"))]
     found += [_call(place, role, call) for call in _calls(message)]
+    more = {key: value for key, value in message.items() if key not in _SHOWN and value not in (None, "", [], {})}
     if "role" not in message and not found:
         return [Block(place, "?", "raw", to_text(message))]
+    found += [Block(place, role, "raw", to_text(more))] if more else []
     return found or [Block(place, role, kind, "", name)]
 
 
@@ -168,15 +173,25 @@ def to_text(value: Any) -> str:
 
 
 def spelled(block: Block) -> str:
-    """Return a block's text as people read it: of a call with a JSON object, each argument with its own lines."""
+    """Return a block's text as people read it: of a call with a JSON object, each argument with its own lines.
+
+    Arguments of which one is given twice stay as they are.
+    """
     if block.kind != "call" or not block.text.startswith("{"):
         return block.text
     try:
-        found = json.loads(block.text)
+        found = json.loads(block.text, object_pairs_hook=_object)
     except (ValueError, RecursionError):
         return block.text
     said = ((name, value if isinstance(value, str) else to_text(value)) for name, value in found.items())
     return "\n".join(f"{name}:\n{value}" if "\n" in value else f"{name}: {value}" for name, value in said)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
 
 
 class Place(NamedTuple):

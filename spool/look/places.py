@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from spool.look.references import find
+from spool.look.references import Thing, refs_of
 
 if TYPE_CHECKING:
     from spool.handle import Spool
@@ -54,21 +54,21 @@ class Places(Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def places(sp: Spool, text: str, most: int | None = None) -> tuple[list[Places], int]:
-    """Return where the bytes of what a text names are, and of how many references they are left out.
+def places(sp: Spool, thing: Thing, most: int | None = None) -> tuple[list[Places], int]:
+    """Return where the bytes of a thing are, and of how many references they are left out.
 
     What is damaged or released says so in its place.
 
     Args:
         sp: the spool.
-        text: a name or a reference, see `spool.look.references.named`.
+        thing: a session, step or segment.
         most: of so many references at most; of all where None.
 
     Raises:
-        NotFoundError, ReleasedError: the text names nothing that is there.
+        NotFoundError, ReleasedError: it is not there.
         StorageError: the spool cannot be read.
     """
-    refs = find(sp, text)
+    refs = refs_of(sp, thing)
     found = [place_of(sp, ref) for ref in refs[:most]]
     return found, len(refs) - len(found)
 

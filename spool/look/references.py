@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from spool.rollout.views import View
 
 Found = StepRef | SegmentRef
+Thing = str | StepRef | SegmentRef
+"""What is looked at: a session, by its id; a step, by a reference that need not have all its extents; a segment."""
 
 _INDEX = re.compile(r"[0-9]{1,18}")
 _VIEWS: tuple[View, ...] = ("lineage", "timeline")
@@ -31,10 +33,36 @@ def named(sp: Spool, text: str) -> list[Found] | None:
     """
     if is_session(sp, text):
         return list(sp.final_segments(text))
-    part = _step(sp, text) or _segment(sp, text)
-    if part:
+    if part := _step(sp, text) or _segment(sp, text):
         return part
     return parsed(text) if text.startswith("{") else None
+
+
+def refs_of(sp: Spool, thing: Thing) -> list[Found]:
+    """Return the references of a thing: of a session its final segments, see `Spool.final_segments`.
+
+    A text is a session's id here and nothing else, and a step or segment is found whatever other sessions are called.
+
+    Raises:
+        NotFoundError: it is not recorded.
+        ReleasedError: it was discarded, or deleted.
+    """
+    if isinstance(thing, str):
+        return list(sp.final_segments(thing))
+    return [thing] if isinstance(thing, SegmentRef) else _steps(sp, thing.session_id, thing.index, discarded=True)
+
+
+def name_of(thing: Thing) -> str:
+    """Return what a thing is called: the session's id, ``SESSION:INDEX``, or ``SESSION@VIEW/INDEX``."""
+    return thing if isinstance(thing, str) else thing.id
+
+
+def argument_of(sp: Spool, thing: Thing) -> str:
+    """Return how the command line names a thing: its name, or where a session has that very id, its reference."""
+    name = name_of(thing)
+    if isinstance(thing, str) or not is_session(sp, name):
+        return name
+    return refs_of(sp, thing)[0].to_json()
 
 
 def is_session(sp: Spool, text: str) -> bool:
@@ -58,8 +86,12 @@ def _step(sp: Spool, text: str) -> list[Found]:
     session_id, _, index = text.rpartition(":")
     if not _INDEX.fullmatch(index) or not is_session(sp, session_id):
         return []
-    steps = sp.steps(session_id)
-    chosen: list[Found] = [step for step in steps if step.index == int(index)]
+    return _steps(sp, session_id, int(index))
+
+
+def _steps(sp: Spool, session_id: str, index: int, *, discarded: bool = False) -> list[Found]:
+    steps = sp.steps(session_id, discarded=discarded)
+    chosen: list[Found] = [step for step in steps if step.index == index]
     if not chosen:
         raise NotFoundError(
             f"session {session_id!r} has no step {index}; its steps: {_indexes(s.index for s in steps)}"

@@ -20,7 +20,7 @@ class SegmentLook(Struct, frozen=True, kw_only=True, gc=False):
     """What is shown of a segment in a list.
 
     Attributes:
-        name: names its reference, as the command line takes it.
+        ref: the segment.
         index: number in its view.
         n_steps, n_tokens, n_response, n_trained: counts.
         cut_tokens: tokens that the view cut off behind it.
@@ -29,7 +29,7 @@ class SegmentLook(Struct, frozen=True, kw_only=True, gc=False):
         last_step: index of its last step; None where it has none.
     """
 
-    name: str
+    ref: SegmentRef
     index: int
     n_steps: int
     n_tokens: int
@@ -98,7 +98,7 @@ def look_at(sp: Spool, session_id: str, view: View | None = None) -> SessionView
 
 def _segment_look(ref: SegmentRef) -> SegmentLook:
     return SegmentLook(
-        name=ref.id,
+        ref=ref,
         index=ref.index,
         n_steps=len(ref.steps),
         n_tokens=ref.n_tokens,
