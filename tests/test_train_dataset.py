@@ -49,7 +49,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "replay_moe.py"
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:.*set_vital.*is deprecated")
 
 
-@pytest.fixture(scope="module", params=["hot", "file", "s3"])
+@pytest.fixture(scope="module", params=["hot", "s3"])
 def run(request, tmp_path_factory):
     """A recorded run: where it is read from, the environment that takes, and its segments with what a loop reads."""
     folder = tmp_path_factory.mktemp("run")
@@ -428,8 +428,7 @@ def test_two_ranks_of_two_workers_over_three_epochs(run, context):
     assert len(set(orders)) == len(orders)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_one_segment_is_remote_and_one_is_local(tmp_path, s3_root, context):
+def test_one_segment_is_remote_and_one_is_local(tmp_path, s3_root):
     with spool.open(f"file://{tmp_path}/hot?spill={s3_root}&publish_interval_s=0.1") as sp:
         sp.publish(record(sp, "remote", seed=1), timeout_s=120)
         for row in sp._catalog.packs.rows("spilled"):
@@ -439,7 +438,7 @@ def test_one_segment_is_remote_and_one_is_local(tmp_path, s3_root, context):
         want = [facts(batch) for batch in dataset.batches()]
         assert [names for names, *_ in want] == [["remote@lineage/0"], ["local@lineage/0"]]
         loader = DataLoader(
-            dataset.batches(), batch_size=None, num_workers=2, multiprocessing_context=context,
+            dataset.batches(), batch_size=None, num_workers=2, multiprocessing_context="spawn",
             worker_init_fn=Environment(),
         )  # fmt: skip
         assert [facts(batch) for batch in loader] == want
