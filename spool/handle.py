@@ -354,8 +354,12 @@ class Spool:
     def release(self, refs: SegmentRef | Sequence[SegmentRef], tag: str | None = None) -> None:
         """Say that segments are consumed, for good or until ``checkpointed(tag)``; twice is the same as once.
 
+        Data goes by the segments that a session was finalised with: where a trainer takes another view of it, those of
+        `final_segments` are released.
+
         Raises:
-            InputError: something else than segments of this spool.
+            InputError: something else than segments of this spool, or of a view that their session was not finalised
+                with; nothing was released.
         """
         many = [refs] if isinstance(refs, SegmentRef) else refs
         self._facts.release(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from spool.catalog import Catalog, Located
 from spool.config import Config
-from spool.errors import IntegrityError, NotFoundError, ReleasedError
+from spool.errors import InputError, IntegrityError, NotFoundError, ReleasedError
 from spool.feeds import Feeds
 from spool.formats import messages as message_format
 from spool.model.events import Event, SessionDiscarded, StepCommitted, ToolsStored
@@ -117,6 +117,22 @@ class History:
             "rolled back, or is not published yet",
             ref=ref.id,
         )
+
+    def require_final(self, refs: Sequence[SegmentRef]) -> None:
+        """Check that segments of a session are of the view that it was finalised with, where that is known here.
+
+        Raises:
+            InputError: one is of another view.
+        """
+        final = self._catalog.final_view(refs[0].session_id)
+        for ref in refs:
+            if final not in (None, ref.view):
+                raise InputError(
+                    f"segment {ref.id} is of view {ref.view}, and session {ref.session_id!r} was finalised with view "
+                    f"{final}: its data goes when the segments of that are released, sp.final_segments"
+                    f"({ref.session_id!r}), however it was trained on",
+                    ref=ref.id, view=final,
+                )  # fmt: skip
 
     def is_collected(self, ref: SegmentRef) -> bool:
         """Whether packs of a stream that holds the segment were deleted, as they are once all of it was released."""

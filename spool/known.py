@@ -85,7 +85,7 @@ class Known:
         """Return segments by session; those of sessions that are collected already, and so released, are left out.
 
         Raises:
-            InputError: one is of another spool.
+            InputError: one is of another spool, or of another view than its session was finalised with.
             NotFoundError: a session is not recorded.
         """
         by_session: dict[str, list[SegmentRef]] = {}
@@ -99,4 +99,6 @@ class Known:
                 if not any(self._history.is_collected(ref) for ref in own):
                     raise
                 del by_session[session_id]
+            else:
+                self._history.require_final(own)
         return by_session

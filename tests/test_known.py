@@ -178,6 +178,19 @@ def test_references_of_another_spool_are_refused_by_every_verb(sp, tmp_path):
                 call()
 
 
+def test_segments_of_another_view_than_the_final_one_are_not_released(sp):
+    s = session(sp, "a")
+    add(s, [1], [2])
+    add(s, [1, 2, 3], [4])
+    timeline = s.view("timeline")
+    (final,) = s.finalize()
+    with pytest.raises(InputError, match=r"a@timeline/0 is of view timeline, .* finalised with view lineage"):
+        sp.release([final, *timeline])
+    assert sp.find_session("a").state == "final" and list(sp.sessions("n_released > 0")) == []
+    sp.release(final)
+    assert [row.session_id for row in sp.sessions("n_released = 1")] == ["a"]
+
+
 def test_a_release_of_an_unknown_session_is_refused(sp, tmp_path):
     add(session(sp), [1, 2], [3])
     (segment,) = session(sp).finalize()

@@ -452,6 +452,11 @@ class Catalog:
         sid = self._sid(session_id)
         return query.releases_of(self._run, sid) if sid is not None else ()
 
+    def final_view(self, session_id: str) -> str | None:
+        """Return the view that a session was finalised with; None where it was not, or is unknown."""
+        found = self._run("SELECT view FROM sessions WHERE session_id = ?", (session_id,))
+        return next((view for (view,) in found), None)
+
     def n_tagged(self, tag: str) -> int:
         """Return how many segments are released under a tag."""
         return query.n_tagged(self._run, tag)
