@@ -498,6 +498,7 @@ async def test_a_text_is_found_in_what_is_folded_and_far_down(sp, spool_uri):
         await at.type("nobody said")
         await at.press("enter")
         assert "'nobody said' is nowhere in this conversation" in at.lines[-2] and here() == "Second."
+        assert not any(row.has_found for row in view._rows)
         await at.press("/", "escape")
         assert view.has_focus
         await at.press("shift+tab", "shift+tab", "k", "k", "N")  # the first step has other messages

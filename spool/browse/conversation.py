@@ -88,6 +88,11 @@ class ConversationView(Lines):
         block = max(self._rows[self.cursor].block, 0) if self._rows else 0
         return self._found if self._found is not None and self._found.block == block else Place(block, -1)
 
+    def look_for(self, text: str) -> None:
+        """Set a text off wherever it stands."""
+        self.wanted = text
+        self._again()
+
     def reveal_found(self, found: Place) -> None:
         """Unfold what holds a place, and set the cursor on it."""
         block, at = found

@@ -235,7 +235,7 @@ class SessionScreen(SpoolScreen):
         """Go to the next place that has what was typed."""
         message.stop()
         self.conversation.focus()
-        self.conversation.wanted = message.text
+        self.conversation.look_for(message.text)
         self.action_find_next(1)
 
     def action_find_next(self, by: int) -> None:
