@@ -550,6 +550,24 @@ def test_segments_of_several_models(hot):
     assert [len(sample["routed_experts"][0]) for sample in of("s0", "deep").__getitems__([0, 1])] == [3, 5]
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [("train", np.int32), ("stored", np.int16)])
+def test_segments_with_entries_of_minus_one_beside_others(hot, dtype, kind):
+    for name in ("signed", "unsigned"):
+        fields = [spool.expert_field(spool.MoEShape(2, 128, 1), signed=name == "signed")]
+        session = hot.session(name, fields=fields)
+        rows = np.array([[[127], [-1 if name == "signed" else 5]]])
+        session.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=rows)
+        session.finalize(outcome="completed")
+    where = "session_id in ('signed', 'unsigned')"
+    dataset = SegmentDataset(hot.config.uri, where=where, fields=["routed_experts"], dtype=dtype, framework="numpy")
+    for numbers in ([0, 1], [1, 0]):
+        refs = [dataset.ref(number) for number in numbers]
+        batch, _ = dataset.packs(fill=0)(refs)
+        assert batch["routed_experts"].dtype == kind
+        entries = [-1 if ref.session_id == "signed" else 5 for ref in refs]
+        assert batch["routed_experts"][::2, :, 0].tolist() == [[127, entry] for entry in entries]
+
+
 @pytest.mark.parametrize("dtype", ["train", "stored"])
 def test_what_a_field_is_depends_on_its_batch_alone(hot, dtype):
     rows = {"three": (3, 128), "wide": (3, 512), "five": (5, 128)}

@@ -236,6 +236,22 @@ def test_a_field_that_is_positions_in_some_references_only_is_refused_on_all_tha
             filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), fields=("links",))
 
 
+@pytest.mark.parametrize(("n_experts", "stored"), [(100, np.int16), (512, np.int32)])
+def test_narrow_routing_with_entries_of_minus_one_beside_others(open_spool, n_experts, stored):
+    sp, refs, sent = open_spool(), [], []
+    for shape, signed in ((spool.MoEShape(2, 100, 2), True), (spool.MoEShape(2, n_experts, 2), False)):
+        sent.append(np.array([[[3, shape.num_experts - 1], [-1 if signed else 5, 4]]] * 2, np.int32))
+        s = sp.session(None, fields=[spool.expert_field(shape, signed=signed)])
+        s.append(prompt_token_ids=[1], response_token_ids=[2, 3], routed_experts=sent[-1])
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        for dtype, kind in (("stored", stored), ("train", np.int32)):
+            (arrays,) = filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), dtype=dtype)
+            got = arrays["routed_experts"]
+            assert got.dtype == kind and got.min() == -1
+            assert sorted(got[:2].tolist() + got[3:5].tolist()) == sorted(sent[0].tolist() + sent[1].tolist())
+
+
 def test_a_failed_sample_is_padding(recorded):
     sp, refs = recorded
     own, lengths = [refs[0], None], [refs[0], 12]

@@ -21,6 +21,7 @@ import spool
 from spool.formats.arrays import Ragged
 from spool.train import LazyRouting, RankSlice, restore, staleness, token_versions, version_order
 from spool.train.restoring import tensors
+from spool.train.restoring.fields import agreed
 
 ABSENT = 77_777
 LISTS = {"slime": ("tokens", "loss_masks", "rollout_log_probs", "rollout_routed_experts")}
@@ -281,6 +282,71 @@ def test_references_of_different_width_do_not_wrap(sp, layout, target, order):
     lazy = restore(sp, refs, layout, lazy=True, **target)
     rows = lazy[LISTS.get(layout, LISTS["nested"])[3]].read(1)
     assert_array_equal(as_numpy(rows)[::2], np.concatenate(sent)[:, 1])
+
+
+def signed_and_not(sp, n_signed, n_unsigned):
+    """Return references to routing with a -1 inside a row, and to one of another spec; with what was sent."""
+    refs, sent = [], []
+    for number, (n_experts, signed) in enumerate([(n_signed, True), (n_unsigned, False)]):
+        shape = spool.MoEShape(num_layers=2, num_experts=n_experts, topk=2)
+        s = sp.session(f"{number}", fields=[spool.expert_field(shape, signed=signed)])
+        sent.append(np.array([[[0, n_experts - 1], [-1 if signed else 5, n_experts - 2]]], np.int32))
+        s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=sent[-1])
+        refs += s.finalize()
+    return refs, sent
+
+
+@pytest.mark.parametrize("target", [{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("n_experts", [(100, 100), (100, 200), (200, 100), (100, 512), (512, 200), (20_000, 60_000)])
+def test_entries_of_minus_one_stay_beside_references_without_them(sp, n_experts, order, target):
+    refs, sent = signed_and_not(sp, *n_experts)
+    refs, sent = refs[::order], sent[::order]
+    for layout in ("miles", "verl", "nested"):
+        got = parts(restore(sp, refs, layout, **target)[LISTS[layout][3]])
+        assert_array_equal(np.concatenate(got), np.concatenate(sent))
+    packed = restore(sp, refs, "packed", **target)["routed_experts"]
+    assert_array_equal(as_numpy(packed)[::2], np.concatenate(sent))
+    with pytest.raises(spool.InputError, match="entries of -1 inside rows, which slime does not take"):
+        restore(sp, refs, **target)
+
+
+def test_what_a_field_is_holds_what_each_reference_has(sp):
+    def field(**more):
+        return spool.FieldSpec(**{"name": "mine", "dtype": "int8", "align": "token", "train_dtype": "int32"} | more)
+
+    s = session(sp)
+    add(s, [1], [2])
+    (ref,) = s.finalize()
+    layered = {"shape": (2, 3), "num_layers": 4, "layers": (1, 2)}
+    for one, other, wanted in [
+        (field(), field(dtype="uint8"), field(dtype="int16")),
+        (field(bound=9), field(bound=99, missing=-1), field(bound=99, missing=-1)),
+        (field(bound=9), field(), field()),
+        (field(dtype="uint32", bound=9), field(missing=-1, bound=5), field(dtype="int64", missing=-1, bound=9)),
+        (field(dtype="int16", train_dtype="float32"), field(dtype="bfloat16", train_dtype="float32"),
+         field(dtype="float32", train_dtype="float32")),
+        (field(**layered), field(**layered | {"layers": (2, 3)}),
+         field(**layered | {"shape": (3, 3), "layers": (1, 2, 3)})),
+        (field(**layered), field(shape=(4, 3), num_layers=4), field(shape=(4, 3), num_layers=4)),
+    ]:  # fmt: skip
+        for pair in ([one, other], [other, one], [one, other, one, other]):
+            assert agreed([(ref, spec) for spec in pair], packed=True) == wanted
+    wide = {"train_dtype": "float64"}
+    for one, other, says in [
+        (field(missing=-1), field(missing=-2), "missing -1 in .* and missing -2 in"),
+        (field(shape=(4, 3)), field(shape=(4, 3), num_layers=4), "layers False in .* and layers True in"),
+        (
+            field(dtype="int64", **wide),
+            field(dtype="uint64", **wide),
+            "stored dtype int64 in .* dtype uint64 in",
+        ),
+        (field(), field(train_dtype="float32"), "mine has dtype int32 in [^,]+ and dtype float32 in [^,]+: put them"),
+    ]:
+        with pytest.raises(spool.InputError, match=says):
+            agreed([(ref, one), (ref, one), (ref, other)], packed=True)
+        with pytest.raises(spool.InputError, match="in batches of their own"):
+            agreed([(ref, other), (ref, one)], packed=False)
 
 
 def test_references_of_different_models_are_refused(sp):
