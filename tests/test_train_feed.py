@@ -605,6 +605,24 @@ def test_as_tensors_with_the_routing_of_a_layer(open_spool, names):
     assert planned.n_micro == 1
 
 
+@pytest.mark.parametrize("dtype", ["stored", "train"])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_an_entry_that_is_missing_inside_a_row_is_not_handed_to_slimes_replay(open_spool, dtype, framework):
+    sp = open_spool()
+    s = sp.session(None, fields=[spool.expert_field(spool.MoEShape(2, 100, 2), signed=True)])
+    rows = np.array([[[1, 2], [3, 4]], [[5, 6], [7, -1]]], np.int32)
+    s.append(prompt_token_ids=[1, 2], response_token_ids=[3], routed_experts=rows)
+    refs = s.finalize()
+    with train.connect(sp.config.uri, Mesh(), 0, dtype=dtype, framework=framework) as feed:
+        feed.submit(plan(refs, Mesh(), n_micro=1), refs)
+        feed.finish()
+        for micro in feed:
+            assert micro.layer(0).materialize_for_routing_replay("forward")[:2].tolist() == rows[:, 0].tolist()
+            with pytest.raises(InputError, match="entries of -1 inside rows, which slime does not take; take them by"):
+                micro.layer(1).materialize_for_routing_replay("backward")
+            assert micro.read(1)[:2].tolist() == rows[:, 1].tolist()
+
+
 def test_from_a_cold_root_over_many_micro_batches(open_spool, tmp_path):
     sp = open_spool(options=f"spill=file://{tmp_path}/cold&publish_interval_s=0.1")
     refs = record(sp, lengths=(40,) * 60)
