@@ -328,6 +328,16 @@ def test_an_epoch_follows_from_its_seed_and_number(n, rules, epoch):
         assert one.order.tolist() != epoch_of(units, rules, epoch + 1).order.tolist()
 
 
+@pytest.mark.parametrize("max_tokens", [1 << 40, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (None, [10])])
+def test_the_largest_max_tokens_limits_nothing(max_tokens, batch_size, sizes):
+    rules = Rules(
+        order="recorded", seed=0, buffer=None, batch_by="segment", max_tokens=max_tokens, batch_size=batch_size
+    )
+    epoch = epoch_of(units_of(np.full(10, 3), np.arange(10), "segment"), rules, 0)
+    assert [len(epoch.batch(number)) for number in range(len(epoch))] == sizes
+
+
 @pytest.mark.parametrize(("ends", "sizes"), [("uneven", [4, 3, 3]), ("repeat", [4, 4, 4]), ("drop", [3, 3, 3])])
 def test_uneven_ends(ends, sizes, workers):
     dataset, rules = (
