@@ -896,6 +896,11 @@ def test_states_of_something_else_are_refused(hot):
             batches.load_state_dict(wrong)
     with pytest.raises(InputError, match="epoch must be an integer, at least 0"):
         batches.set_epoch(-1)
+    batches.set_epoch((1 << 62) - 1)
+    list(batches)
+    batches.load_state_dict(batches.state_dict())
+    with pytest.raises(InputError, match=r"epoch must be .* below 2\*\*62"):
+        batches.set_epoch(1 << 62)
 
 
 def test_a_storage_that_failed_loses_no_batch(hot, monkeypatch):
