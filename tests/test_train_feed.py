@@ -758,6 +758,13 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
             feed.submit(planned, refs[:5])
         with pytest.raises(InputError, match=r"entry 0 of refs, .* has 14 rows of 14 tokens, and was planned with 9"):
             feed.submit(planned, [refs[1], refs[0], *refs[2:]])
+        for version, words in [
+            (["7", "8", "7"], "names '7' 2 times"),
+            ([], "version must be"),
+            (True, "version must be"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                feed.submit(planned, refs, version=version)
         feed.submit(planned, refs)
         feed.finish()
         with pytest.raises(InputError, match="no more mini-batches"):

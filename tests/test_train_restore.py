@@ -19,7 +19,7 @@ from training import N_EXPERTS, N_LAYERS, TOPK, plain_rows, with_gap, with_unit
 
 import spool
 from spool.formats.arrays import Ragged
-from spool.train import LazyRouting, RankSlice, restore, staleness, token_versions, version_order
+from spool.train import LazyRouting, RankSlice, restore, select, staleness, token_versions, version_order
 from spool.train.restoring import tensors
 from spool.train.restoring.fields import agreed
 
@@ -891,6 +891,26 @@ def test_versions_that_are_no_numbers_go_by_their_appearance(sp):
         restore(sp, refs, version=["step-b"])
 
 
+def test_a_version_that_is_named_twice_is_refused(sp):
+    ref = versioned(sp, ("a", 0, 1), ("b", 1, 2))
+    for told in (["a", "b", "a"], ("b", "b", "a")):
+        said = r"version= names '[ab]' 2 times: name each version once, oldest first, the current one last"
+        with pytest.raises(spool.InputError, match=said):
+            restore(sp, [ref], version=told)
+        with pytest.raises(spool.InputError, match=said):
+            select([ref], version=told, max_staleness=0)
+    back = restore(sp, [ref], version=["b", "a"], fields=["staleness", "loss_mask"], mask_versions=0)
+    assert (back["staleness"][0].tolist(), back["loss_masks"][0].tolist()) == ([0, 1], [1, 0])
+
+
+def test_the_current_version_is_any_integer_that_can_be_written_out(sp):
+    ref = versioned(sp, ("1", 0, 1), ("2", 1, 2))
+    for version in (3, "3", np.int64(3), np.uint8(3)):
+        assert restore(sp, [ref], version=version, fields=["staleness"])["staleness"][0].tolist() == [2, 1]
+    with pytest.raises(spool.InputError, match="version= is an integer that Python does not write out"):
+        restore(sp, [ref], version=10**5000)
+
+
 def test_versions_too_long_for_an_integer_keep_their_order(sp):
     refs = [versioned(sp, ("9" * 30, 0, 1), ("5", 1, 2))]
     batch = restore(sp, refs, version="1" + "0" * 30)
@@ -1075,6 +1095,7 @@ def test_numpy_needs_no_torch(spool_uri):
         ({"max_staleness": "3", "version": 1}, "max_staleness must be an integer"),
         ({"version": []}, "version must be a version, or all of them"),
         ({"version": 1.5}, "version must be a version, or all of them"),
+        ({"version": True}, "version must be a version, or all of them, oldest first, got bool True"),
         ({"drop": ["late"]}, "drop='late' is none of completed"),
         ({"drop": "failed"}, r"drop must be a list of names; write drop=\['failed'\]"),
         ({"fields": "logprobs"}, "fields must be a list of names"),
