@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ from spool.train.delivery.arriving import Arriving, Staged
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
 from spool.train.delivery.join import digest_of
-from spool.train.delivery.link import SocketLink
+from spool.train.delivery.link import SocketLink, SocketListener
 from spool.train.delivery.messages import End, Planned, Pulse, Ready, Released
 from spool.train.delivery.reorganiser import Reorganiser
 from spool.train.delivery.work import Settings, work_of
@@ -1337,7 +1337,7 @@ def test_who_connects_and_says_nothing_holds_nobody_up(open_spool):
 
     with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
         wait_for(lambda: feed.reader_pid is not None)
-        for said in (b"", b"\x05\x00\x00\x00hello"):
+        for said in (b"", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff{"):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.connect(f"\0spool-feed-{os.getuid()}-{digest}")
             peer.sendall(said)
@@ -1346,6 +1346,20 @@ def test_who_connects_and_says_nothing_holds_nobody_up(open_spool):
             feed.finish()
             assert [micro.number for micro in other] == [micro.number for micro in feed] == [0]
     peer.close()
+
+
+def test_who_comes_in_with_more_than_a_rank_says_first_is_shown_out_and_takes_no_memory():
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name := f"\0spool-test-{os.getpid()}")
+    listener.listen()
+    with closing(SocketListener(listener)) as door, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(name)
+        peer.sendall(b"\xff\xff\xff\xff")
+        link, began = door.accept(5), time.monotonic()
+        with pytest.raises(EOFError):
+            link.receive()
+        assert time.monotonic() - began < 4  # it does not wait for the rest
+        link.close()
 
 
 def test_a_forked_child_cannot_use_its_parents_feed(open_spool):
