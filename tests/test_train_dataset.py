@@ -328,6 +328,16 @@ def test_an_epoch_follows_from_its_seed_and_number(n, rules, epoch):
         assert one.order.tolist() != epoch_of(units, rules, epoch + 1).order.tolist()
 
 
+@pytest.mark.parametrize("max_tokens", [1 << 40, 1 << 62, (1 << 63) - 1])
+@pytest.mark.parametrize(("batch_size", "sizes"), [(4, [4, 4, 2]), (None, [10])])
+def test_the_largest_max_tokens_limits_nothing(max_tokens, batch_size, sizes):
+    rules = Rules(
+        order="recorded", seed=0, buffer=None, batch_by="segment", max_tokens=max_tokens, batch_size=batch_size
+    )
+    epoch = epoch_of(units_of(np.full(10, 3), np.arange(10), "segment"), rules, 0)
+    assert [len(epoch.batch(number)) for number in range(len(epoch))] == sizes
+
+
 @pytest.mark.parametrize(("ends", "sizes"), [("uneven", [4, 3, 3]), ("repeat", [4, 4, 4]), ("drop", [3, 3, 3])])
 def test_uneven_ends(ends, sizes, workers):
     dataset, rules = (
@@ -547,6 +557,24 @@ def test_segments_of_several_models(hot):
         wide, _ = dataset.packs(fill=0)([dataset.ref(number) for number in numbers])
         assert wide["routed_experts"].dtype == np.uint16
     assert [len(sample["routed_experts"][0]) for sample in of("s0", "deep").__getitems__([0, 1])] == [3, 5]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("train", np.int32), ("stored", np.int16)])
+def test_segments_with_entries_of_minus_one_beside_others(hot, dtype, kind):
+    for name in ("signed", "unsigned"):
+        fields = [spool.expert_field(spool.MoEShape(2, 128, 1), signed=name == "signed")]
+        session = hot.session(name, fields=fields)
+        rows = np.array([[[127], [-1 if name == "signed" else 5]]])
+        session.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=rows)
+        session.finalize(outcome="completed")
+    where = "session_id in ('signed', 'unsigned')"
+    dataset = SegmentDataset(hot.config.uri, where=where, fields=["routed_experts"], dtype=dtype, framework="numpy")
+    for numbers in ([0, 1], [1, 0]):
+        refs = [dataset.ref(number) for number in numbers]
+        batch, _ = dataset.packs(fill=0)(refs)
+        assert batch["routed_experts"].dtype == kind
+        entries = [-1 if ref.session_id == "signed" else 5 for ref in refs]
+        assert batch["routed_experts"][::2, :, 0].tolist() == [[127, entry] for entry in entries]
 
 
 @pytest.mark.parametrize("dtype", ["train", "stored"])
@@ -867,6 +895,11 @@ def test_states_of_something_else_are_refused(hot):
             batches.load_state_dict(wrong)
     with pytest.raises(InputError, match="epoch must be an integer, at least 0"):
         batches.set_epoch(-1)
+    batches.set_epoch((1 << 62) - 1)
+    list(batches)
+    batches.load_state_dict(batches.state_dict())
+    with pytest.raises(InputError, match=r"epoch must be .* below 2\*\*62"):
+        batches.set_epoch(1 << 62)
 
 
 def test_a_storage_that_failed_loses_no_batch(hot, monkeypatch):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ from spool.train.delivery.arriving import Arriving, Staged
 from spool.train.delivery.filling import fill, prepare
 from spool.train.delivery.group import Group, Rank
 from spool.train.delivery.join import digest_of
-from spool.train.delivery.link import SocketLink
+from spool.train.delivery.link import SocketLink, SocketListener
 from spool.train.delivery.messages import End, Planned, Pulse, Ready, Released
 from spool.train.delivery.reorganiser import Reorganiser
 from spool.train.delivery.work import Settings, work_of
@@ -234,6 +234,22 @@ def test_a_field_that_is_positions_in_some_references_only_is_refused_on_all_tha
     for chosen in (refs, refs[::-1]):
         with pytest.raises(InputError, match=r"links has positions .* in batches of their own"):
             filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), fields=("links",))
+
+
+@pytest.mark.parametrize(("n_experts", "stored"), [(100, np.int16), (512, np.int32)])
+def test_narrow_routing_with_entries_of_minus_one_beside_others(open_spool, n_experts, stored):
+    sp, refs, sent = open_spool(), [], []
+    for shape, signed in ((spool.MoEShape(2, 100, 2), True), (spool.MoEShape(2, n_experts, 2), False)):
+        sent.append(np.array([[[3, shape.num_experts - 1], [-1 if signed else 5, 4]]] * 2, np.int32))
+        s = sp.session(None, fields=[spool.expert_field(shape, signed=signed)])
+        s.append(prompt_token_ids=[1], response_token_ids=[2, 3], routed_experts=sent[-1])
+        refs += s.finalize()
+    for chosen in (refs, refs[::-1]):
+        for dtype, kind in (("stored", stored), ("train", np.int32)):
+            (arrays,) = filled(sp, plan(chosen, Mesh(), n_micro=1), chosen, Place(), dtype=dtype)
+            got = arrays["routed_experts"]
+            assert got.dtype == kind and got.min() == -1
+            assert sorted(got[:2].tolist() + got[3:5].tolist()) == sorted(sent[0].tolist() + sent[1].tolist())
 
 
 def test_a_failed_sample_is_padding(recorded):
@@ -589,6 +605,24 @@ def test_as_tensors_with_the_routing_of_a_layer(open_spool, names):
     assert planned.n_micro == 1
 
 
+@pytest.mark.parametrize("dtype", ["stored", "train"])
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_an_entry_that_is_missing_inside_a_row_is_not_handed_to_slimes_replay(open_spool, dtype, framework):
+    sp = open_spool()
+    s = sp.session(None, fields=[spool.expert_field(spool.MoEShape(2, 100, 2), signed=True)])
+    rows = np.array([[[1, 2], [3, 4]], [[5, 6], [7, -1]]], np.int32)
+    s.append(prompt_token_ids=[1, 2], response_token_ids=[3], routed_experts=rows)
+    refs = s.finalize()
+    with train.connect(sp.config.uri, Mesh(), 0, dtype=dtype, framework=framework) as feed:
+        feed.submit(plan(refs, Mesh(), n_micro=1), refs)
+        feed.finish()
+        for micro in feed:
+            assert micro.layer(0).materialize_for_routing_replay("forward")[:2].tolist() == rows[:, 0].tolist()
+            with pytest.raises(InputError, match="entries of -1 inside rows, which slime does not take; take them by"):
+                micro.layer(1).materialize_for_routing_replay("backward")
+            assert micro.read(1)[:2].tolist() == rows[:, 1].tolist()
+
+
 def test_from_a_cold_root_over_many_micro_batches(open_spool, tmp_path):
     sp = open_spool(options=f"spill=file://{tmp_path}/cold&publish_interval_s=0.1")
     refs = record(sp, lengths=(40,) * 60)
@@ -724,6 +758,13 @@ def test_a_plan_that_does_not_fit_is_refused_where_it_is_submitted(open_spool):
             feed.submit(planned, refs[:5])
         with pytest.raises(InputError, match=r"entry 0 of refs, .* has 14 rows of 14 tokens, and was planned with 9"):
             feed.submit(planned, [refs[1], refs[0], *refs[2:]])
+        for version, words in [
+            (["7", "8", "7"], "names '7' 2 times"),
+            ([], "version must be"),
+            (True, "version must be"),
+        ]:
+            with pytest.raises(InputError, match=words):
+                feed.submit(planned, refs, version=version)
         feed.submit(planned, refs)
         feed.finish()
         with pytest.raises(InputError, match="no more mini-batches"):
@@ -1296,7 +1337,7 @@ def test_who_connects_and_says_nothing_holds_nobody_up(open_spool):
 
     with train.connect(sp.config.uri, mesh, 0, framework="numpy") as feed:
         wait_for(lambda: feed.reader_pid is not None)
-        for said in (b"", b"\x05\x00\x00\x00hello"):
+        for said in (b"", b"\x05\x00\x00\x00hello", b"\xff\xff\xff\xff{"):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.connect(f"\0spool-feed-{os.getuid()}-{digest}")
             peer.sendall(said)
@@ -1305,6 +1346,20 @@ def test_who_connects_and_says_nothing_holds_nobody_up(open_spool):
             feed.finish()
             assert [micro.number for micro in other] == [micro.number for micro in feed] == [0]
     peer.close()
+
+
+def test_who_comes_in_with_more_than_a_rank_says_first_is_shown_out_and_takes_no_memory():
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(name := f"\0spool-test-{os.getpid()}")
+    listener.listen()
+    with closing(SocketListener(listener)) as door, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(name)
+        peer.sendall(b"\xff\xff\xff\xff")
+        link, began = door.accept(5), time.monotonic()
+        with pytest.raises(EOFError):
+            link.receive()
+        assert time.monotonic() - began < 4  # it does not wait for the rest
+        link.close()
 
 
 def test_a_forked_child_cannot_use_its_parents_feed(open_spool):

@@ -103,6 +103,28 @@ def test_a_layer_at_a_time_through_slimes_replay(sp):
         assert_array_equal(replays[1].pop_backward()[:n].numpy(), rows[:n, 1])
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("n_others", [0, 1])
+def test_an_entry_that_is_missing_inside_a_row_is_not_handed_to_slimes_replay(sp, framework, n_others):
+    s = sp.session("signed", fields=[spool.expert_field(spool.MoEShape(2, 100, 2), signed=True)])
+    rows = np.array([[[1, 2], [3, 4]], [[5, 6], [7, -1]]], np.int32)
+    s.append(prompt_token_ids=[1, 2], response_token_ids=[3], routed_experts=rows)
+    refs = s.finalize()
+    for number in range(n_others):
+        s = sp.session(f"{number}", experts=spool.MoEShape(2, 200, 2))
+        s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=np.array([[[199, 0], [198, 0]]]))
+        refs += s.finalize()
+    lazy = restore(sp, refs, "slime", lazy=True, framework=framework)["rollout_routed_experts"]
+    assert_array_equal(lazy.layer(0).materialize_for_routing_replay("forward")[:2], rows[:, 0])
+    for stage in ("forward", "backward"):
+        said = (
+            r"entries of -1 inside rows, which slime does not take; take them by read\(1\), or leave such segments out"
+        )
+        with pytest.raises(spool.InputError, match=said):
+            lazy.layer(1).materialize_for_routing_replay(stage)
+        assert_array_equal(lazy.read(1, stage)[:2], rows[:, 1])
+
+
 def test_what_a_lazy_micro_batch_holds(sp):
     shape = spool.MoEShape(num_layers=16, num_experts=256, topk=8)
     rng = np.random.default_rng(0)

@@ -565,6 +565,8 @@ def test_meshes_that_are_none(sizes, says):
         ([5, 6], {"n_micro": 1, "cost": [1, float("nan")]}, "entry 1 of items costs nan"),
         ([5, 6], {"n_micro": 1, "cost": [1, 10**400]}, "entry 1 of items costs more than a float holds"),
         ([5, 6], {"n_micro": 1, "cost": lambda n_rows: 10**5000}, "entry 0 of items costs more than a float holds"),
+        ([5, 6], {"n_micro": 1, "cost": [1.7e308] * 2}, "the costs of items are more than a float holds, added up"),
+        ([Item(5, cost=1.7e308)] * 2, {"n_micro": 1}, "the costs of items are more than a float holds, added up"),
         ([5, 6], {"n_micro": 1, "cost": lambda n_rows: "x"}, "entry 0 of items costs 'x'"),
         ([5], {"n_micro": 1, "cost": lambda _: -1}, "entry 0 of items costs -1"),
         ([5, 6, 7], {"n_micro": 1, "equal_counts": True}, "3 items do not go evenly into 2 ranks; leave out 1"),

@@ -19,8 +19,9 @@ from training import N_EXPERTS, N_LAYERS, TOPK, plain_rows, with_gap, with_unit
 
 import spool
 from spool.formats.arrays import Ragged
-from spool.train import LazyRouting, RankSlice, restore, staleness, token_versions, version_order
+from spool.train import LazyRouting, RankSlice, restore, select, staleness, token_versions, version_order
 from spool.train.restoring import tensors
+from spool.train.restoring.fields import agreed
 
 ABSENT = 77_777
 LISTS = {"slime": ("tokens", "loss_masks", "rollout_log_probs", "rollout_routed_experts")}
@@ -281,6 +282,71 @@ def test_references_of_different_width_do_not_wrap(sp, layout, target, order):
     lazy = restore(sp, refs, layout, lazy=True, **target)
     rows = lazy[LISTS.get(layout, LISTS["nested"])[3]].read(1)
     assert_array_equal(as_numpy(rows)[::2], np.concatenate(sent)[:, 1])
+
+
+def signed_and_not(sp, n_signed, n_unsigned):
+    """Return references to routing with a -1 inside a row, and to one of another spec; with what was sent."""
+    refs, sent = [], []
+    for number, (n_experts, signed) in enumerate([(n_signed, True), (n_unsigned, False)]):
+        shape = spool.MoEShape(num_layers=2, num_experts=n_experts, topk=2)
+        s = sp.session(f"{number}", fields=[spool.expert_field(shape, signed=signed)])
+        sent.append(np.array([[[0, n_experts - 1], [-1 if signed else 5, n_experts - 2]]], np.int32))
+        s.append(prompt_token_ids=[1], response_token_ids=[2], routed_experts=sent[-1])
+        refs += s.finalize()
+    return refs, sent
+
+
+@pytest.mark.parametrize("target", [{}, {"framework": "torch"}, {"framework": "torch", "device": "cpu"}])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("n_experts", [(100, 100), (100, 200), (200, 100), (100, 512), (512, 200), (20_000, 60_000)])
+def test_entries_of_minus_one_stay_beside_references_without_them(sp, n_experts, order, target):
+    refs, sent = signed_and_not(sp, *n_experts)
+    refs, sent = refs[::order], sent[::order]
+    for layout in ("miles", "verl", "nested"):
+        got = parts(restore(sp, refs, layout, **target)[LISTS[layout][3]])
+        assert_array_equal(np.concatenate(got), np.concatenate(sent))
+    packed = restore(sp, refs, "packed", **target)["routed_experts"]
+    assert_array_equal(as_numpy(packed)[::2], np.concatenate(sent))
+    with pytest.raises(spool.InputError, match="entries of -1 inside rows, which slime does not take"):
+        restore(sp, refs, **target)
+
+
+def test_what_a_field_is_holds_what_each_reference_has(sp):
+    def field(**more):
+        return spool.FieldSpec(**{"name": "mine", "dtype": "int8", "align": "token", "train_dtype": "int32"} | more)
+
+    s = session(sp)
+    add(s, [1], [2])
+    (ref,) = s.finalize()
+    layered = {"shape": (2, 3), "num_layers": 4, "layers": (1, 2)}
+    for one, other, wanted in [
+        (field(), field(dtype="uint8"), field(dtype="int16")),
+        (field(bound=9), field(bound=99, missing=-1), field(bound=99, missing=-1)),
+        (field(bound=9), field(), field()),
+        (field(dtype="uint32", bound=9), field(missing=-1, bound=5), field(dtype="int64", missing=-1, bound=9)),
+        (field(dtype="int16", train_dtype="float32"), field(dtype="bfloat16", train_dtype="float32"),
+         field(dtype="float32", train_dtype="float32")),
+        (field(**layered), field(**layered | {"layers": (2, 3)}),
+         field(**layered | {"shape": (3, 3), "layers": (1, 2, 3)})),
+        (field(**layered), field(shape=(4, 3), num_layers=4), field(shape=(4, 3), num_layers=4)),
+    ]:  # fmt: skip
+        for pair in ([one, other], [other, one], [one, other, one, other]):
+            assert agreed([(ref, spec) for spec in pair], packed=True) == wanted
+    wide = {"train_dtype": "float64"}
+    for one, other, says in [
+        (field(missing=-1), field(missing=-2), "missing -1 in .* and missing -2 in"),
+        (field(shape=(4, 3)), field(shape=(4, 3), num_layers=4), "layers False in .* and layers True in"),
+        (
+            field(dtype="int64", **wide),
+            field(dtype="uint64", **wide),
+            "stored dtype int64 in .* dtype uint64 in",
+        ),
+        (field(), field(train_dtype="float32"), "mine has dtype int32 in [^,]+ and dtype float32 in [^,]+: put them"),
+    ]:
+        with pytest.raises(spool.InputError, match=says):
+            agreed([(ref, one), (ref, one), (ref, other)], packed=True)
+        with pytest.raises(spool.InputError, match="in batches of their own"):
+            agreed([(ref, other), (ref, one)], packed=False)
 
 
 def test_references_of_different_models_are_refused(sp):
@@ -825,6 +891,26 @@ def test_versions_that_are_no_numbers_go_by_their_appearance(sp):
         restore(sp, refs, version=["step-b"])
 
 
+def test_a_version_that_is_named_twice_is_refused(sp):
+    ref = versioned(sp, ("a", 0, 1), ("b", 1, 2))
+    for told in (["a", "b", "a"], ("b", "b", "a")):
+        said = r"version= names '[ab]' 2 times: name each version once, oldest first, the current one last"
+        with pytest.raises(spool.InputError, match=said):
+            restore(sp, [ref], version=told)
+        with pytest.raises(spool.InputError, match=said):
+            select([ref], version=told, max_staleness=0)
+    back = restore(sp, [ref], version=["b", "a"], fields=["staleness", "loss_mask"], mask_versions=0)
+    assert (back["staleness"][0].tolist(), back["loss_masks"][0].tolist()) == ([0, 1], [1, 0])
+
+
+def test_the_current_version_is_any_integer_that_can_be_written_out(sp):
+    ref = versioned(sp, ("1", 0, 1), ("2", 1, 2))
+    for version in (3, "3", np.int64(3), np.uint8(3)):
+        assert restore(sp, [ref], version=version, fields=["staleness"])["staleness"][0].tolist() == [2, 1]
+    with pytest.raises(spool.InputError, match="version= is an integer that Python does not write out"):
+        restore(sp, [ref], version=10**5000)
+
+
 def test_versions_too_long_for_an_integer_keep_their_order(sp):
     refs = [versioned(sp, ("9" * 30, 0, 1), ("5", 1, 2))]
     batch = restore(sp, refs, version="1" + "0" * 30)
@@ -1009,6 +1095,7 @@ def test_numpy_needs_no_torch(spool_uri):
         ({"max_staleness": "3", "version": 1}, "max_staleness must be an integer"),
         ({"version": []}, "version must be a version, or all of them"),
         ({"version": 1.5}, "version must be a version, or all of them"),
+        ({"version": True}, "version must be a version, or all of them, oldest first, got bool True"),
         ({"drop": ["late"]}, "drop='late' is none of completed"),
         ({"drop": "failed"}, r"drop must be a list of names; write drop=\['failed'\]"),
         ({"fields": "logprobs"}, "fields must be a list of names"),

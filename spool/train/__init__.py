@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from spool.train.planning.ranks import RankSlice
     from spool.train.replay.dataset import SegmentDataset
     from spool.train.restoring.batches import restore
-    from spool.train.restoring.lazy import LazyRouting, RoutedLayer
+    from spool.train.restoring.lazy import LazyRouting
+    from spool.train.restoring.routed import RoutedLayer
     from spool.train.restoring.selecting import select
     from spool.train.restoring.versions import VersionOrder, staleness, token_versions, version_order
     from spool.train.units.index import UnitIndex, unit_index
@@ -44,7 +45,7 @@ _HOME = {
     "Place": "spool.train.planning.planner",
     "Plan": "spool.train.planning.planner",
     "RankSlice": "spool.train.planning.ranks",
-    "RoutedLayer": "spool.train.restoring.lazy",
+    "RoutedLayer": "spool.train.restoring.routed",
     "SegmentDataset": "spool.train.replay.dataset",
     "UnitIndex": "spool.train.units.index",
     "UnitPlan": "spool.train.units.plan",

@@ -34,12 +34,14 @@ class Array(Struct, frozen=True, array_like=True):
         dtype: as `spool.model.fields.numpy_dtype` knows it.
         shape: of the array.
         offset: first byte in the memory of the micro-batch.
+        absent: what marks an absent entry inside a row; None where there is no such mark.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    absent: int | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -72,7 +74,7 @@ def arrange(
     wanted += [("position_ids", "int64", (share.n_rows,)), *((name, "int32", (n_seqlens,)) for name in ADDED[1:])]
     arrays, at = [], 0
     for name, kind, shape in wanted:
-        array = Array(name, kind, shape, at)
+        array = Array(name, kind, shape, at, specs[name].missing if name in specs else None)
         arrays.append(array)
         at += -(-array.n_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
     return Arrangement(tuple(arrays), max(at, ALIGNED_BYTES))

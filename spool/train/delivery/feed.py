@@ -215,6 +215,7 @@ class Feed:
             ready.number,
             refs=tuple(work.refs[item] for item in share.items),
             version_names=work.order.names,
+            absent=ready.absent,
             n_bytes=ready.n_bytes,
             fetched_bytes=ready.fetched_bytes,
         )

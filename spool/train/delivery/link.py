@@ -20,6 +20,7 @@ from spool.train.delivery.messages import Message
 
 CLOSE_S = 2.0
 HELLO_S = 5.0
+HELLO_BYTES = 1 << 20
 _HEADER = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
 _encode = msgspec.msgpack.Encoder().encode
@@ -60,12 +61,15 @@ class SocketLink:
         """Return the next message, and the descriptor of the memory that came with it, which is the caller's to close.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is gone, or what came in says nothing that a rank says first.
             RankError: memory came, and this process may open no more files.
         """
         header, fd = self._take_header()
-        message = _decode(self._take(_HEADER.unpack(header)[0]))
-        if self._connection.gettimeout() is not None:
+        (n_bytes,), known = _HEADER.unpack(header), self._connection.gettimeout() is None
+        if not known and n_bytes > HELLO_BYTES:
+            raise EOFError
+        message = _decode(self._take(n_bytes))
+        if not known:
             self._connection.settimeout(None)
         return message, fd
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from spool import errors
 from spool.errors import RankError, SpoolError
+from spool.model.fields import ROUTED_EXPERTS
 from spool.train.delivery.arrays import Array
 from spool.train.delivery.work import Settings
 
@@ -96,6 +97,11 @@ class Ready(Struct, frozen=True, tag="ready"):
     arrays: tuple[Array, ...]
     n_bytes: int
     fetched_bytes: int
+
+    @property
+    def absent(self) -> int | None:
+        """What marks an absent entry inside a row of the routing; None where there is no such mark."""
+        return next((array.absent for array in self.arrays if array.name == ROUTED_EXPERTS), None)
 
 
 class Pulse(Struct, frozen=True, tag="pulse"):

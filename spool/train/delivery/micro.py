@@ -11,7 +11,7 @@ from spool.arguments import integer, one_of, refused
 from spool.errors import NotFoundError
 from spool.model.fields import ROUTED_EXPERTS
 from spool.train.planning.planner import RankPlan
-from spool.train.restoring.lazy import RoutedLayer, Stage
+from spool.train.restoring.routed import RoutedLayer, Stage
 
 if TYPE_CHECKING:
     from spool.model.refs import SegmentRef, StepRef
@@ -39,7 +39,7 @@ class Micro(Mapping[str, Any]):
     """
 
     __slots__ = (
-        "_arrays", "fetched_bytes", "n_bytes", "number", "plan", "refs", "share", "version_names",
+        "_absent", "_arrays", "fetched_bytes", "n_bytes", "number", "plan", "refs", "share", "version_names",
     )  # fmt: skip
 
     def __init__(
@@ -50,10 +50,11 @@ class Micro(Mapping[str, Any]):
         *,
         refs: tuple[StepRef | SegmentRef | None, ...],
         version_names: tuple[str, ...] | None,
+        absent: int | None,
         n_bytes: int,
         fetched_bytes: int,
     ) -> None:
-        self._arrays = arrays
+        self._arrays, self._absent = arrays, absent
         self.plan, self.number, self.refs, self.version_names = plan, number, refs, version_names
         self.share: Share = plan.shares[number]
         self.n_bytes, self.fetched_bytes = n_bytes, fetched_bytes
@@ -89,7 +90,7 @@ class Micro(Mapping[str, Any]):
         layers = self.layers
         if integer("layer", layer) not in layers:
             raise refused("layer", f"one of {layers.start} to {layers.stop - 1}", layer)
-        return RoutedLayer(self, layer)
+        return RoutedLayer(self, layer, self._absent)
 
     def read(self, layer: int, stage: Stage = "forward") -> Any:
         """Return the experts that the routers of this rank see in an absolute layer: int32 ``[rows, K]``, fresh.

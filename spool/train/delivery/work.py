@@ -16,7 +16,7 @@ from spool.train.planning.items import Item, items_of
 from spool.train.planning.planner import Mesh, Place, Plan, RankPlan
 from spool.train.planning.shares import Share
 from spool.train.restoring.gaps import Missing
-from spool.train.restoring.versions import VersionOrder, version_order
+from spool.train.restoring.versions import VersionOrder, named, version_order
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -94,7 +94,8 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
         version: of the current weights, as `restore` takes it.
 
     Raises:
-        InputError: the references are not those that were planned; names the first that is not.
+        InputError: the references are not those that were planned, and names the first that is not; or ``version`` is
+            neither a version nor all of them, each once.
     """
     mine = instance("plan", plan, Plan, "what spool.train.plan returned").rank(place._replace(tp=0), chunk=chunk)
     known = (StepRef, SegmentRef, type(None))
@@ -111,7 +112,7 @@ def work_of(plan: Plan, place: Place, chunk: int, refs: object, version: object)
     needed = sorted({item for share in mine.shares for item in share.items} | set(telling.values()))
     return Work(
         plan=mine, refs={number: given[number] for number in needed}, split=plan.mesh.cp > 1,
-        version=_version(version),
+        version=named(version),
     )  # fmt: skip
 
 
@@ -137,11 +138,3 @@ def _shape(item: Item, unit: int | None) -> str:
         return f"{rows} and {len(item.units)} units"
     position, n_rows = item.units[unit]
     return f"{rows}, unit {unit} being {n_rows} rows at token {position}"
-
-
-def _version(version: Any) -> str | tuple[str, ...] | None:
-    if version is None or isinstance(version, str):
-        return version
-    if isinstance(version, int) and not isinstance(version, bool):
-        return str(version)
-    return tuple(listed("version", version, str, "a version, or all of them, oldest first"))

@@ -170,7 +170,7 @@ def costs_of(items: Sequence[Item], cost: Cost, *, what: str = "items") -> np.nd
         what: what errors call them.
 
     Raises:
-        InputError: a cost is missing, negative or not finite; names the entry.
+        InputError: a cost is missing, negative or not finite, and names the entry; or no float holds their sum.
     """
     if cost is None:
         general = [float(item.n_rows) for item in items]
@@ -189,5 +189,10 @@ def costs_of(items: Sequence[Item], cost: Cost, *, what: str = "items") -> np.nd
         shown = f"{own[number]!r:.80}" if costs[number] != inf else "more than a float holds"
         raise InputError(
             f"entry {number} of {what} costs {shown}; costs must be finite numbers, at least 0", item=number
+        )
+    if sum(costs.tolist()) == inf:
+        raise InputError(
+            f"the costs of {what} are more than a float holds, added up: give smaller ones, in another unit",
+            argument="cost",
         )
     return costs

@@ -132,7 +132,8 @@ def _cuts(rows: Indices, rules: Rules) -> Indices:
         start = cuts[-1]
         stop = len(rows) if rules.batch_size is None else min(start + rules.batch_size, len(rows))
         if rules.max_tokens is not None:
-            fits = int(np.searchsorted(before, before[start] + rules.max_tokens, "right")) - 1
+            most = before[start] + min(rules.max_tokens, before[-1])  # which 64 bits hold, whatever max_tokens is
+            fits = int(np.searchsorted(before, most, "right")) - 1
             stop = max(min(stop, fits), start + 1)
         cuts.append(stop)
     return np.array(cuts, np.int64)

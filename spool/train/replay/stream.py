@@ -23,6 +23,9 @@ Oversize = Literal["alone", "error"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 
+_MOST_EPOCHS = 1 << 62
+"""Behind any that begins below it a state still counts the next one."""
+
 
 class Batch(dict[str, Any]):
     """Packed arrays by name: fields, and ``cu_seqlens``, ``position_ids``, ``cu_steps``; see `Packer.pack`.
@@ -171,8 +174,8 @@ class Batches:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be epoch number ``epoch``: behind a state of it that was loaded, else all of it."""
-        if integer("epoch", epoch) < 0:
-            raise refused("epoch", "an integer, at least 0", epoch)
+        if not 0 <= integer("epoch", epoch) < _MOST_EPOCHS:
+            raise refused("epoch", "an integer, at least 0 and below 2**62", epoch)
         if not self._loaded or epoch != self._epoch:
             self._begin(epoch)
             self._loaded = True

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import reduce
+from itertools import combinations
 from typing import TYPE_CHECKING
 
+import numpy as np
+from msgspec.structs import replace
+
 from spool.errors import InputError
-from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field
+from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field, numpy_dtype
 from spool.model.moe import as_shape
 from spool.read.sample import Coverage
 from spool.read.sound import name_of
+from spool.read.streams import holds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,7 +52,9 @@ def covers_of(
 
 
 def agreed(found: Iterable[tuple[Ref, FieldSpec]], *, packed: bool) -> FieldSpec | None:
-    """Return what a field of several references is: of specs that are alike that which has the most ids.
+    """Return what a field of several references is: a spec that holds the values of each.
+
+    That is in a dtype for all, with the most ids, a mark for missing entries if any has one, and the layers of each.
 
     Args:
         found: each reference, and what the field is there.
@@ -54,26 +63,36 @@ def agreed(found: Iterable[tuple[Ref, FieldSpec]], *, packed: bool) -> FieldSpec
     Raises:
         InputError: no array holds the rows of all, or they are positions in some only; names two of the references.
     """
-    chosen: tuple[Ref, FieldSpec] | None = None
+    kinds: list[tuple[Ref, FieldSpec]] = []
     for ref, spec in found:
-        if chosen is None:
-            chosen = ref, spec
-        elif (mine := _form(spec, packed=packed)) != (theirs := _form(chosen[1], packed=packed)):
-            raise InputError(
-                f"{spec.name} has {_differing(theirs, mine)} in {name_of(chosen[0])} and {_differing(mine, theirs)} in "
-                f"{name_of(ref)}: put them in batches of their own (filter with where=), or leave it out (fields=)",
-                field=spec.name, refs=[name_of(chosen[0]), name_of(ref)],
-            )  # fmt: skip
-        elif _n_ids(spec) > _n_ids(chosen[1]):
-            chosen = ref, spec
-    return None if chosen is None else chosen[1]
+        if all(spec != other for _, other in kinds):
+            kinds.append((ref, spec))
+    for one, other in combinations(kinds, 2):
+        _check_alike(one, other, packed=packed)
+    return reduce(_held, [spec for _, spec in kinds]) if kinds else None
 
 
-def _form(spec: FieldSpec, *, packed: bool) -> dict[str, object]:
-    """Return what has to be the same in all references, by what errors call it."""
+def _check_alike(one: tuple[Ref, FieldSpec], other: tuple[Ref, FieldSpec], *, packed: bool) -> None:
+    theirs, mine = _form(one[1], other[1], packed=packed), _form(other[1], one[1], packed=packed)
+    if mine != theirs:
+        spec, refs = one[1], [name_of(one[0]), name_of(other[0])]
+        raise InputError(
+            f"{spec.name} has {_differing(theirs, mine)} in {refs[0]} and {_differing(mine, theirs)} in {refs[1]}: put "
+            "them in batches of their own (filter with where=), or leave it out (fields=)",
+            field=spec.name, refs=refs,
+        )  # fmt: skip
+
+
+def _form(spec: FieldSpec, other: FieldSpec, *, packed: bool) -> dict[str, object]:
+    """Return what has to be the same in two references, by what errors call it."""
     form: dict[str, object] = {
-        "align": spec.align, "ragged": spec.ragged, "rows of": spec.row_shape, "dtype": spec.train_dtype or spec.dtype,
+        "align": spec.align, "ragged": spec.ragged, "rows of": spec.row_shape,
+        "layers": spec.num_layers is not None, "dtype": _trained(spec),
     }  # fmt: skip
+    if None not in (spec.missing, other.missing):
+        form["missing"] = spec.missing
+    if _trained(spec) == _trained(other) and _stored(spec, other) is None:
+        form["stored dtype"] = spec.dtype
     return {**form, "positions": spec.positions} if packed else form
 
 
@@ -81,8 +100,36 @@ def _differing(form: dict[str, object], other: dict[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in form.items() if value != other[name])
 
 
-def _n_ids(spec: FieldSpec) -> tuple[int, bool]:
-    return spec.bound or 0, spec.missing is not None
+def _held(one: FieldSpec, other: FieldSpec) -> FieldSpec:
+    """Return a spec whose rows hold those of two that are alike."""
+    layers, shape = None, one.row_shape
+    if one.layers is not None and other.layers is not None:
+        layers = tuple(sorted({*one.layers, *other.layers}))
+        shape = (len(layers), *shape[1:])
+    return replace(
+        one,
+        dtype=_stored(one, other) or _trained(one),
+        shape=shape,
+        layers=layers,
+        bound=None if one.bound is None or other.bound is None else max(one.bound, other.bound),
+        missing=other.missing if one.missing is None else one.missing,
+        train_dtype=_trained(one),
+    )
+
+
+def _stored(one: FieldSpec, other: FieldSpec) -> str | None:
+    """Return the narrowest dtype that holds what two references store, and is trained like it; None if none does."""
+    stored, train = [numpy_dtype(spec.dtype) for spec in (one, other)], numpy_dtype(_trained(one))
+    wide = [train]
+    with suppress(TypeError):
+        wide.insert(0, np.promote_types(*stored))
+    bounded = train.kind in "iu" and None not in (one.bound, other.bound)
+    fitting = [dtype for dtype in wide if holds(train, dtype) or (bounded and dtype.kind in "iu")]
+    return next((dtype.name for dtype in fitting if all(holds(dtype, narrow) for narrow in stored)), None)
+
+
+def _trained(spec: FieldSpec) -> str:
+    return spec.train_dtype or spec.dtype
 
 
 def have_routing(refs: Iterable[Ref]) -> bool:

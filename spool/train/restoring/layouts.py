@@ -12,6 +12,7 @@ from spool.errors import InputError
 from spool.formats.arrays import Ragged
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec
 from spool.train.restoring.gaps import consecutive, has_experts
+from spool.train.restoring.routed import check_whole
 from spool.train.restoring.tensors import jagged
 
 if TYPE_CHECKING:
@@ -128,25 +129,12 @@ def formed(batch: Batch, layout: Layout, convert: Convert, *, as_torch: bool) ->
     for name, column in batch.columns.items():
         parts = list(column.parts)
         if layout == "slime" and has_experts(column.spec):
-            _check_whole(column.spec, parts)
+            for part in parts:
+                check_whole(name, column.spec.missing, part, otherwise="restore them for layout='miles'")
         if name in form.region:
             parts = [part[at >= ref.response_start] for part, at, ref in zip(parts, batch.positions, refs, strict=True)]
         made[form.names.get(name, name)] = join(parts, _dtype(column.spec, form), convert)
     return made
-
-
-def _check_whole(spec: FieldSpec, parts: Iterable[Any]) -> None:
-    """Refuse expert ids that are marked missing inside a row, which slime would take for an expert.
-
-    Raises:
-        InputError: there are some.
-    """
-    if spec.missing is not None and any((part == spec.missing).any() for part in parts):
-        raise InputError(
-            f"{spec.name} has entries of {spec.missing} inside rows, which slime does not take; restore them for "
-            "layout='miles', or leave such segments out",
-            field=spec.name,
-        )
 
 
 def _dtype(spec: FieldSpec, form: Form) -> str:

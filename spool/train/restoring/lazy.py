@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from spool.train.restoring import gaps
 from spool.train.restoring.entries import Lengths, entries_of
 from spool.train.restoring.fields import agreed, covers_of, expert_spec, have_routing
 from spool.train.restoring.handles import handle
+from spool.train.restoring.routed import RoutedLayer, Stage
 from spool.train.restoring.tensors import Framework, converter
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 BUDGET_BYTES = 16 << 20
 """Memory for narrow rows that a micro-batch may hold, those that are read ahead included; one layer at least."""
-
-Stage = Literal["forward", "backward"]
 
 
 class Piece(NamedTuple):
@@ -94,32 +93,6 @@ def _cut(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
         _add(kept, Piece(piece.sample, piece.start + first, piece.start + last))
         at += piece.stop - piece.start
     return kept
-
-
-class Routing(Protocol):
-    """The routing of a micro-batch, from which one layer at a time is read."""
-
-    def read(self, layer: int, stage: Stage) -> Any:
-        """Return the experts of each row in an absolute layer, int32 ``[rows, K]``."""
-
-
-class RoutedLayer:
-    """The routing of one layer of a micro-batch, where a trainer keeps a tensor otherwise.
-
-    Attributes:
-        source: of the micro-batch.
-        layer: absolute.
-    """
-
-    __slots__ = ("layer", "source")
-
-    def __init__(self, source: Routing, layer: int) -> None:
-        self.source = source
-        self.layer = layer
-
-    def materialize_for_routing_replay(self, stage: Stage) -> Any:
-        """Return the experts of each row, int32 ``[rows, K]``: slime's routing replay calls this in either pass."""
-        return self.source.read(self.layer, stage)
 
 
 class LazyRouting:
@@ -221,7 +194,7 @@ class LazyRouting:
         """
         if integer("layer", layer) not in self.layers:
             raise refused("layer", f"one of {self.layers.start} to {self.layers.stop - 1}", layer)
-        return RoutedLayer(self, layer)
+        return RoutedLayer(self, layer, self._spec.missing)
 
     def read(self, layer: int, stage: Stage = "forward") -> Any:
         """Return the experts of each row in an absolute layer: int32 ``[n_rows, K]``, fresh, on the device.

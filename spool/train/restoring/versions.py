@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ NO_VERSION = -1
 """Stands for tokens that no weights generated, or of which nobody said which."""
 
 _MOST = (1 << 63) - 1
+_WANTED = "a version, or all of them, oldest first"
 
 
 class VersionOrder(NamedTuple):
@@ -66,15 +69,15 @@ def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None
     Args:
         refs: the references of a batch.
         version: of the current weights; where versions are no numbers and it appears in no reference it is the newest.
-            Or all versions there are, oldest first, the current one last.
+            Or all versions there are, each once, oldest first, the current one last.
 
     Raises:
-        InputError: ``version`` is neither, or lacks one that a reference has.
+        InputError: ``version`` is neither, names one twice, or lacks one that a reference has.
     """
     found = dict.fromkeys(span.version for ref in refs for span in ref.versions)
-    if version is not None and not isinstance(version, str | int):
-        return _told(listed("version", version, str, "a version, or all of them, oldest first"), found)
-    current = None if version is None else str(version)
+    current = named(version)
+    if isinstance(current, tuple):
+        return _told(current, found)
     names = tuple(found if current is None or current in found else [*found, current])
     known = numbered(names)
     if known is not None:
@@ -85,10 +88,39 @@ def version_order(refs: Iterable[Ref], version: str | int | Sequence[str] | None
     return VersionOrder(numbers, names, None if current is None else numbers[current])
 
 
-def _told(versions: Sequence[str], found: Iterable[str]) -> VersionOrder:
-    names = tuple(dict.fromkeys(versions))
+def named(version: object) -> str | tuple[str, ...] | None:
+    """Return the current weights' version, or all versions, as references name them; None for None.
+
+    Raises:
+        InputError: it is neither, or names a version twice.
+    """
+    if version is None or isinstance(version, str):
+        return version
+    if isinstance(version, Integral) and not isinstance(version, bool):
+        return _digits(int(version))
+    names = tuple(listed("version", version, str, _WANTED))
     if not names:
-        raise refused("version", "a version, or all of them, oldest first", versions)
+        raise refused("version", _WANTED, version)
+    ((twice, times),) = Counter(names).most_common(1)
+    if times > 1:
+        raise InputError(
+            f"version= names {twice!r:.80} {times} times: name each version once, oldest first, the current one last, "
+            "also where these are older weights that are current again",
+            argument="version", version=twice,
+        )  # fmt: skip
+    return names
+
+
+def _digits(version: int) -> str:
+    try:
+        return str(version)
+    except ValueError as error:
+        raise InputError(
+            f"version= is an integer that Python does not write out: {error}", argument="version"
+        ) from error
+
+
+def _told(names: tuple[str, ...], found: Iterable[str]) -> VersionOrder:
     order = VersionOrder({name: number for number, name in enumerate(names)}, names, len(names) - 1, told=True)
     for version in found:
         order.number(version)
