@@ -68,7 +68,8 @@ class Database:
         self._links(Link(), Link() if path is not None else None)
         self._begin()
         self._memory_epoch = 0
-        _live.add(self)
+        with _forks:  # what a fork did not see when it began would be open in the midst of it
+            _live.add(self)
 
     def _links(self, writer: Link, reader: Link | None) -> None:
         # one database in memory is one connection
@@ -283,8 +284,8 @@ def _leak(kept: object) -> None:
 
 _live: weakref.WeakSet[Database] = weakref.WeakSet()
 _forking: list[Database] = []
-_forks = threading.Lock()
-"""Held by the one thread that forks: what it waits for it lets go of."""
+_forks = threading.RLock()
+"""Held by the one thread that forks: what it waits for it lets go of, and no database is made meanwhile."""
 
 
 def _before() -> None:
