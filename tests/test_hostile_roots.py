@@ -19,6 +19,7 @@ from tiers import FIELDS, assert_same, record, wait_for
 
 import spool
 from spool import publishing
+from spool import root as roots
 from spool.errors import SpoolError, StorageError
 from spool.logs.packs import GoneMark
 from spool.model.fields import Schema
@@ -791,3 +792,73 @@ def test_a_manifest_that_is_lost_is_put_again(quiet, tmp_path, evicted):
         path.unlink()
         bury(sp._feeds.cold.objects, (row.stream, row.pack), GoneMark(time.time()))
         assert unlisted(str(tmp_path / "hot"), sp._feeds.cold) == [], "what was deleted is not listed again"
+
+
+# -- a cold root whose identity is lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["streams", "manifests", "units", "facts", "gone"])
+def test_a_new_node_does_not_make_a_cold_root_that_lost_its_identity_another_spools(quiet, tmp_path, left):
+    cold = tmp_path / "cold"
+    with spool.open(quiet) as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    identity = (cold / "spool.json").rename(tmp_path / "identity")
+    kept = tmp_path / "kept"
+    cold.rename(kept)
+    (cold / left).mkdir(parents=True)
+    if (kept / left).exists():
+        shutil.copytree(kept / left, cold / left, dirs_exist_ok=True)
+    else:
+        (cold / left / "one").write_bytes(b"")
+    before = sorted(cold.rglob("*"))
+    with pytest.raises(spool.IntegrityError, match=r"its spool.json is lost.*`spool recover`"):
+        spool.open(f"file://{tmp_path}/new?spill=file://{cold}")
+    with pytest.raises(spool.NotFoundError):
+        spool.open(f"file://{tmp_path}/new", create=False)
+    assert sorted(cold.rglob("*")) == before and not (tmp_path / "new/spool.json").exists()
+    shutil.rmtree(cold)
+    kept.rename(cold)
+    assert "written again" in run("recover", tmp_path / "hot").err
+    assert spool_id in (cold / "spool.json").read_text() and spool_id in identity.read_text()
+    with spool.open(f"file://{tmp_path}/new?spill=file://{cold}") as sp:
+        assert sp.spool_id == spool_id and sp.read(refs)[0]["token_ids"].size
+
+
+def test_a_folder_with_nothing_of_a_spool_in_it_becomes_a_cold_root(tmp_path):
+    (tmp_path / "cold/of-mine").mkdir(parents=True)
+    (tmp_path / "cold/streams").mkdir()
+    (tmp_path / "cold/of-mine/notes.txt").write_text("mine")
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        assert sp.spool_id in (tmp_path / "cold/spool.json").read_text()
+
+
+def test_a_hot_root_whose_packs_are_in_a_cold_one_gives_it_its_identity_again(quiet, tmp_path):
+    with spool.open(quiet) as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    for path in (tmp_path / "hot").rglob("*.cold"):
+        path.write_text(path.read_text().replace('"root":', '"was":'))
+    (tmp_path / "hot/spool.json").unlink()
+    (tmp_path / "cold/spool.json").unlink()
+    assert "?spill=URL" in run("recover", tmp_path / "hot").err
+    with spool.open(quiet) as sp:
+        assert sp.spool_id == spool_id in (tmp_path / "cold/spool.json").read_text()
+        assert sp.read(refs)[0]["token_ids"].size
+
+
+def test_a_node_that_finds_a_cold_root_that_another_is_just_making_joins_that(quiet, tmp_path, monkeypatch):
+    with spool.open(quiet) as sp:
+        record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    found = roots.read_cold_identity
+    answers = [None]
+    monkeypatch.setattr(roots, "read_cold_identity", lambda cold: answers.pop() if answers else found(cold))
+    with spool.open(f"file://{tmp_path}/new?spill=file://{tmp_path}/cold") as sp:
+        assert sp.spool_id == spool_id and not answers
