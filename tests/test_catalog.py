@@ -817,11 +817,11 @@ def test_processes_that_find_the_same_damage_move_it_once(path):
 @pytest.mark.parametrize("suffixes", [("",), ("", "-wal", "-shm")])
 def test_a_deleted_file_is_noticed(path, catalog, suffixes):
     feed(catalog, [opened("u")])
-    before = catalog.epoch
+    before = catalog.generation
     for suffix in suffixes:
         os.unlink(path + suffix)
     assert catalog.offsets() == {}
-    assert catalog.epoch != before
+    assert catalog.generation != before
     feed(catalog, [opened("again")])
     assert ids(Catalog.open(path).sessions()) == ["again"]
     assert catalog.check() == []
