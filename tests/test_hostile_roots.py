@@ -979,3 +979,15 @@ def test_a_node_that_finds_a_cold_root_that_another_is_just_making_joins_that(qu
     monkeypatch.setattr(roots, "read_cold_identity", lambda cold: answers.pop() if answers else found(cold))
     with spool.open(f"file://{tmp_path}/new?spill=file://{tmp_path}/cold") as sp:
         assert sp.spool_id == spool_id and not answers
+
+
+def test_a_root_that_goes_away_while_its_packs_are_deleted_is_told(tmp_path, quiet):
+    with spool.open(f"file://{tmp_path}/hot?retention=released") as sp:
+        record(sp, "a")
+        sp.flush()
+        collector = sp._tiers.collector()
+        plan = collector.plan()
+        (tmp_path / "hot").rename(tmp_path / "away")
+        with pytest.raises(SpoolError, match="list"):
+            collector.run(plan)
+        (tmp_path / "away").rename(tmp_path / "hot")
