@@ -123,9 +123,10 @@ def moved_away(root: str) -> StorageError:
 
 def another_cold_root(url: str, there: str | None, spool_id: str | None) -> StorageError:
     """Return the error for a cold root that has no identity, or that of spool ``there``."""
-    now = "has no spool.json now" if there is None else f"belongs to spool {there} now"
+    other = f"belongs to spool {there} now, not to spool {spool_id}"
+    now = f"has no spool.json now, and was that of spool {spool_id}" if there is None else other
     return StorageError(
-        f"{url} {now}, not to spool {spool_id}: it was emptied, is not mounted, or something else is mounted there; "
+        f"{url} {now}: it was emptied, is not mounted, or something else is mounted there; "
         "nothing is read, taken in or forgotten until what was there is back"
     )
 

@@ -33,15 +33,20 @@ class Feeds:
         hot: feeds it from the hot root; of a spool that is open from its cold root it finds nothing.
         cold: feeds it from the cold root; None where there is none.
         local: there is a hot root, whose own news do not wait for a cold root that cannot be reached.
+        catalog: the index. What is asked of it is answered by what was fed here.
         standing: notices that another spool is in its place.
     """
 
-    def __init__(self, hot: LogFeeder, cold: ColdFeeder | None, standing: Standing, *, local: bool) -> None:
+    def __init__(
+        self, hot: LogFeeder, cold: ColdFeeder | None, catalog: Catalog, standing: Standing, *, local: bool
+    ) -> None:
         self.hot = hot
         self.cold = cold
+        self._catalog = catalog
         self._standing = standing
         self._local = local
         self._ask_again_at = 0.0
+        catalog.fed_by(lambda: self.catch_up(fresh=True))
 
     def catch_up(self, *, fresh: bool = False, whole: bool = False) -> list[Problem]:
         """Take in what is new.
@@ -59,19 +64,20 @@ class Feeds:
             ReplacedError: another spool is where the hot root was.
         """
         self._standing.check()
-        problems = self.hot.catch_up()
-        if self.cold is None:
-            return problems
-        found = self._catch_up_with_cold(self.cold, problems, fresh=fresh, whole=whole)
-        # where another index is there by now, it may lack what the hot root told the last one
-        return found if self.hot.is_fed() else [*self.hot.catch_up(), *self.cold.problems()]
+        with self._catalog.feeding() as is_another:
+            problems = self.hot.catch_up()
+            if self.cold is None:
+                return problems
+            return self._catch_up_with_cold(self.cold, problems, fresh=fresh or is_another, whole=whole)
 
     def _catch_up_with_cold(
         self, cold: ColdFeeder, problems: list[Problem], *, fresh: bool, whole: bool
     ) -> list[Problem]:
         after_s = 0.0 if fresh or whole else FRESH_S
         if whole or not self._local:
-            return [*problems, *cold.catch_up(after_s=after_s)]
+            found = cold.catch_up(after_s=after_s)
+            self._ask_again_at = 0.0
+            return [*problems, *found]
         self._look_at_cold(cold, after_s, PATIENCE_S)
         return [*problems, *cold.problems()]
 
@@ -102,9 +108,11 @@ class Feeds:
                 )
             self._ask_again_at = time.monotonic() + AGAIN_S
 
-    def are_whole(self, catalog: Catalog) -> bool:
+    def are_whole(self) -> bool:
         """Whether the index has all that there is, as far as it was looked: no record is damaged or out of reach."""
-        rows = catalog.packs.rows()
+        if self._ask_again_at:
+            return False
+        rows = self._catalog.packs.rows()
         unknown = any(not row.known for row in rows if row.state not in ("open", "gone"))
         lost = any(problem.kind != "torn" for problem in self.hot.problems())
         return not unknown and not lost and not (self.cold is not None and self.cold.problems())

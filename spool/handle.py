@@ -120,7 +120,8 @@ class Spool:
             else ColdFeeder(place.objects, self._catalog, self._is_local, self._unspilled, spool_id=place.identity.id)
         )
         self._feeder = LogFeeder(config.root or "", self._catalog, cold)
-        self._feeds = Feeds(self._feeder, cold, Standing(config.root, self.spool_id), local=config.root is not None)
+        standing = Standing(config.root, self.spool_id)
+        self._feeds = Feeds(self._feeder, cold, self._catalog, standing, local=config.root is not None)
         self._history = History(self.spool_id, config, self._catalog, self._feeds)
         self._readers = Readers(config, self.spool_id, self._catalog, self._feeds, observer)
         self._keeper = None

@@ -137,7 +137,7 @@ class History:
     def is_collected(self, ref: SegmentRef) -> bool:
         """Whether packs of a stream that holds the segment were deleted, as they are once all of it was released."""
         streams = {extent.stream for extents in ref.extents.values() for extent in extents}
-        return any("gone" in self._catalog.packs.states(stream).values() for stream in streams)
+        return any(True for stream in streams for _ in self._catalog.packs.rows("gone", stream=stream))
 
     def messages(self, ref: StepRef | SegmentRef) -> list[Any]:
         """See `Spool.messages`."""

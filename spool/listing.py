@@ -54,8 +54,12 @@ class Listing:
         return len(self._numbers)
 
     def rows(self, start: int, stop: int) -> list[SessionLook]:
-        """Return the sessions at places ``[start, stop)``, as they are now; those that are gone are left out."""
-        return self._catalog.looks(self._numbers[start:stop])
+        """Return the sessions at places ``[start, stop)``, as they are now; those that are gone are left out.
+
+        Raises:
+            StorageError: the index was made anew since, and places may mean others: `refresh`.
+        """
+        return self._catalog.looks(self._numbers[start:stop], self._generation)
 
     def numbers(self, start: int, stop: int) -> list[int]:
         """Return the numbers (`SessionLook.number`) of the sessions at places ``[start, stop)``."""
@@ -75,23 +79,26 @@ class Listing:
         that took: of a million sessions about every ten seconds.
         """
         self._catch_up()
-        version, before = self._catalog.version, self._numbers
+        version, before, generation = self._catalog.version, self._numbers, self._generation
         if version == self._version:
             return False
-        is_anew = self._catalog.generation != self._generation
+        is_anew = self._catalog.generation != generation
         if time.monotonic() < self._rest_until and not is_anew:
             return False
         if not is_anew and self._order == ARRIVAL and self._where is None and self._discarded and self._limit is None:
             self._version = version
-            newer = self._catalog.numbers(None, ARRIVAL, after=before[0] if before else 0)
-            self._numbers = newer + before if newer else before
-        else:
-            self._sort()
-        return self._numbers != before
+            newer, now = self._catalog.numbers(None, ARRIVAL, after=before[0] if before else 0)
+            if now == generation:
+                self._numbers = newer + before if newer else before
+                return bool(newer)
+        self._sort()
+        return self._numbers != before or self._generation != generation
 
     def _sort(self) -> None:
         began = time.monotonic()
-        self._version, self._generation = self._catalog.version, self._catalog.generation
-        self._numbers = self._catalog.numbers(self._where, self._order, discarded=self._discarded, limit=self._limit)
+        self._version = self._catalog.version
+        self._numbers, self._generation = self._catalog.numbers(
+            self._where, self._order, discarded=self._discarded, limit=self._limit
+        )
         ended = time.monotonic()
         self._rest_until = ended + REST * (ended - began)

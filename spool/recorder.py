@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from spool.catalog import Catalog, DamagedError, Located
+from spool.catalog import Catalog, Located
 from spool.config import Config
 from spool.errors import (
     CapacityError,
@@ -327,12 +327,8 @@ class Recorder:
     def _look_up(self, session_id: str, known: Collection[str]) -> list[Located]:
         """Take in what this root has of a session, but for streams that are ``known``; return its openings."""
         names = [name for name in self._feeder.stream_names() if name not in known]
-        try:
-            self._feeder.catch_up(names)
-            return self._catalog.openings(session_id)
-        except DamagedError:  # only the question met the damage: the index is made again by feeding it
-            self._feeder.catch_up()
-            return self._catalog.openings(session_id)
+        self._feeder.catch_up(names)
+        return self._catalog.openings(session_id)
 
     def _look_elsewhere(self, session_id: str) -> list[Located]:
         """Take in what other nodes published of a session, and an index made anew left out; return its openings.

@@ -24,6 +24,9 @@ from spool.stores.objects import Observer as RequestObserver
 
 FORMAT = 1
 
+_COLD = ("manifests/", "facts/", "gone/", "units/", "streams/")
+"""What a cold root is made of."""
+
 
 class Identity(Struct, frozen=True):
     """Content of ``spool.json``.
@@ -66,6 +69,7 @@ def find(config: Config, *, create: bool, join: bool, observer: Observer | None 
 
     Raises:
         NotFoundError: there is no spool.
+        IntegrityError: a root's ``spool.json`` is lost, or torn.
         ConfigError: the file system cannot hold a hot root, or hot and cold root do not belong together.
         StorageError: a root cannot be reached or written.
     """
@@ -225,7 +229,7 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
 
     Raises:
         ConfigError: the file system cannot hold a hot root, or the two roots belong to different spools.
-        IntegrityError: a spool is there, but its ``spool.json`` is lost.
+        IntegrityError: a spool is in one of them, but its ``spool.json`` is lost.
         StorageError: one cannot be written.
     """
     check_hot_root(root)
@@ -253,7 +257,7 @@ def make_identity(root: str, cold: Objects | None = None) -> Identity:
             "open it with the same spill=, or take another hot root",
             option="spill",
         )
-    spool_id = secrets.token_hex(8) if cold is None else _make_cold_identity(cold, known).id
+    spool_id = secrets.token_hex(8) if cold is None else _make_cold_identity(cold, root, known).id
     created = time.time() if known is None else known.created
     made = Identity(FORMAT, spool_id, created, spill=None if cold is None else cold.url)
     if known is None:
@@ -330,11 +334,15 @@ def restore_cold_identity(root: str, config: Config, *, dry_run: bool = False) -
     if hot is None or url is None:
         return None
     objects = open_cold(config, url)
-    if read_cold_identity(objects) is not None or not any(objects.info(group_key(name)) for name in _streams(root)):
+    if read_cold_identity(objects) is not None or not _has_streams_of(objects, root):
         return None
     if not dry_run:
         objects.create("spool.json", msgspec.json.encode(Identity(FORMAT, hot.id, tier="cold")))
     return url
+
+
+def _has_streams_of(cold: Objects, root: str) -> bool:
+    return any(cold.info(group_key(name)) is not None for name in _streams(root))
 
 
 class _Marker(Struct):
@@ -350,13 +358,26 @@ def _cold_roots(root: str) -> set[str]:
     return {url for url in found if url is not None}
 
 
-def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
+def _make_cold_identity(cold: Objects, root: str, hot: Identity | None) -> Identity:
     """Create the cold root unless it is there; return its identity.
 
     Two nodes may do so at once. Where the store has no exclusive creation, what is written follows from the URL alone:
     both write the same, unless one brings the id of a hot root that was there before: then the last one's counts.
+
+    Raises:
+        ConfigError: it is another spool's than the hot root.
+        IntegrityError: a spool is there, but its ``spool.json`` is lost.
     """
     known = read_cold_identity(cold)
+    if known is None and _is_used(cold) and (hot is None or not _has_streams_of(cold, root)):
+        known = read_cold_identity(cold)  # another node may have been making it
+        if known is None:
+            raise IntegrityError(
+                f"{cold.url} holds a spool, but its spool.json is lost, and a new one would have another id, which "
+                "locks out the nodes that know it: `spool recover` on one of them restores it; else write it by hand, "
+                "the id stands in every reference and in spool.json of their hot roots",
+                file=f"{cold.url}/spool.json",
+            )
     if known is None:
         exclusive = cold.creates_exclusively()
         drawn = secrets.token_hex(8) if exclusive else xxhash.xxh3_64_hexdigest(cold.url.encode())
@@ -367,6 +388,11 @@ def _make_cold_identity(cold: Objects, hot: Identity | None) -> Identity:
     if known is None:
         raise StorageError(f"{cold.url}/spool.json vanished while it was made; is another process deleting the spool?")
     return _same(known, hot, cold.url)
+
+
+def _is_used(cold: Objects) -> bool:
+    """Whether something of a spool is there; streams last, as they are the most."""
+    return any(cold.list(prefix) for prefix in _COLD)
 
 
 def _same(known: Identity, hot: Identity | None, url: str) -> Identity:

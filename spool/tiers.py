@@ -232,7 +232,7 @@ class Tiers:
             age_s=config.units_age_s,
             grace_s=config.grace_s,
             refresh=lambda: self._feeds.catch_up(whole=True),
-            is_whole=lambda: self._feeds.are_whole(self._catalog),
+            is_whole=self._feeds.are_whole,
         )
 
     def _collect(self) -> Collected:

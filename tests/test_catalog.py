@@ -34,7 +34,7 @@ from recorded import (
 )
 
 import spool
-from spool.catalog import Catalog, DamagedError, LogState, Release, Space, files, rivals, schema
+from spool.catalog import Catalog, DamagedError, LogState, Release, Space, database, files, rivals, schema
 from spool.errors import InputError, StorageError
 from spool.formats.frames import encode_event
 from spool.model.events import SessionOpened, StepCommitted
@@ -817,14 +817,29 @@ def test_processes_that_find_the_same_damage_move_it_once(path):
 @pytest.mark.parametrize("suffixes", [("",), ("", "-wal", "-shm")])
 def test_a_deleted_file_is_noticed(path, catalog, suffixes):
     feed(catalog, [opened("u")])
-    before = catalog.epoch
+    before = catalog.generation
     for suffix in suffixes:
         os.unlink(path + suffix)
     assert catalog.offsets() == {}
-    assert catalog.epoch != before
+    assert catalog.generation != before
     feed(catalog, [opened("again")])
     assert ids(Catalog.open(path).sessions()) == ["again"]
     assert catalog.check() == []
+
+
+def test_a_file_that_is_moved_aside_while_it_is_opened_is_opened_again(path, monkeypatch):
+    """SQLite asks for the file by its path to make the WAL; another process may have moved it just then."""
+    prepare, tries = files._prepare, []
+
+    def overtaken(connection, *args):
+        tries.append(connection)
+        if len(tries) == 1:
+            raise apsw.exception_for(apsw.SQLITE_IOERR_FSTAT)
+        return prepare(connection, *args)
+
+    monkeypatch.setattr(files, "_prepare", overtaken)
+    feed(Catalog.open(path), [opened("u")])
+    assert len(tries) > 1
 
 
 # -- where it cannot write -------------------------------------------------------------------------------------------
@@ -963,6 +978,20 @@ def test_forks_while_other_threads_feed(path, catalog):
         thread.join()
     assert len([row for row in catalog.sessions() if row.session_id[0] == "c"]) == 8
     assert catalog.check() == []
+
+
+def test_no_database_is_made_in_the_midst_of_a_fork(path):
+    """The fork would not wait for it: a child that was forked while SQLite opens a file hangs in its next opening."""
+    made = threading.Event()
+    thread = threading.Thread(target=lambda: (Catalog.open(path).close(), made.set()))
+    database._before()
+    try:
+        thread.start()
+        assert not made.wait(0.3)
+    finally:
+        database._in_parent()
+    assert made.wait(30)
+    thread.join()
 
 
 def test_an_index_in_memory_is_copied_by_a_fork(path):

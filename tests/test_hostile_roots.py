@@ -19,6 +19,8 @@ from tiers import FIELDS, assert_same, record, wait_for
 
 import spool
 from spool import publishing
+from spool import root as roots
+from spool.catalog import Catalog, files
 from spool.errors import SpoolError, StorageError
 from spool.logs.packs import GoneMark
 from spool.model.fields import Schema
@@ -764,6 +766,122 @@ def test_who_lists_an_index_that_is_made_anew_is_told(tmp_path, readonly, how, l
         assert sum(1 for _ in getattr(sp, listed)()) == 300 + (how == "deleted")
 
 
+QUESTIONS = {
+    "sessions": lambda sp: [row.session_id for row in sp.sessions()],
+    "those with a late fact": lambda sp: [row.session_id for row in sp.sessions("mine = 1")],
+    "segments": lambda sp: [ref.session_id for ref in sp.segments()],
+    "a view": lambda sp: [ref.session_id for ref in sp.segments(view="timeline")],
+    "listing": lambda sp: len(sp.listing()),
+    "groups": lambda sp: [(group.group_id, group.n_sessions) for group in sp.groups()],
+    "summary": lambda sp: sp.summary().totals.n_sessions,
+    "slowest": lambda sp: sorted(row.session_id for row in sp.slowest()),
+    "sample": lambda sp: len(sp.sample(9)),
+    "find": lambda sp: (sp.find_session("a").n_steps, sp.find_session("b").n_steps),
+    "steps": lambda sp: (len(sp.steps("a")), len(sp.steps("b"))),
+    "final segments": lambda sp: [ref.facts for ref in sp.final_segments("b")],
+    "usage": lambda sp: len(sp.usage()),
+    "verify": lambda sp: (sp.verify().n_extents, sp.verify().findings),
+    "packs": lambda sp: sorted((item.why, item.go) for item in sp.gc(dry_run=True)),
+}
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved aside"])
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_question_is_answered_by_the_index_that_was_fed(quiet, tmp_path, monkeypatch, how, readonly):
+    """What is asked after the look finds another file; it is fed first, also of what the cold root has."""
+    with spool.open(quiet) as sp:
+        record(sp, "a", group_id="g", n_steps=2)
+        sp.flush()
+        sp.spill()
+    other = f"file://{tmp_path}/other?spill=file://{tmp_path}/cold"
+    index = tmp_path / "other/catalog.sqlite"
+    with spool.open(other) as sp:
+        record(sp, "b", group_id="g", n_steps=1)
+        sp.annotate("b", mine=1)
+        sp.flush()
+    with spool.open(other, readonly=readonly) as sp:
+        expected = {name: ask(sp) for name, ask in QUESTIONS.items()}
+        assert expected["sessions"] == ["a", "b"] and expected["find"] == (2, 1)
+        look, looks = sp._feeds.catch_up, []
+
+        def looked(**options):
+            found = look(**options)
+            if not looks and index.exists():
+                if how == "deleted":
+                    for path in (tmp_path / "other").glob("catalog.sqlite*"):
+                        path.unlink()
+                else:
+                    files.move_aside(str(index), files.identity(str(index)))
+            looks.append(options)
+            return found
+
+        monkeypatch.setattr(sp._feeds, "catch_up", looked)
+        for name, ask in QUESTIONS.items():
+            looks.clear()
+            assert ask(sp) == expected[name], name
+            if not readonly:
+                assert len(looks) > 1, name
+                assert index.exists(), name
+
+
+def test_an_index_with_the_file_number_of_the_last_one_is_another_one(tmp_path, monkeypatch):
+    """Numbers of files are given out again, where no process has the old one open, as after a fork."""
+    root, index = tmp_path / "hot", tmp_path / "hot/catalog.sqlite"
+    monkeypatch.setattr(files, "identity", lambda path: (1, 1) if os.path.exists(path) else None)
+    with spool.open(str(root)) as sp:
+        for name in ("a", "b"):
+            record(sp, name)
+        sp.flush()
+        os.utime(root / "streams" / stream_of(sp) / "records", (0, 0))
+        assert len(list(sp.sessions())) == 2
+        sp._catalog.close()
+        for path in root.glob("catalog.sqlite*"):
+            path.unlink()
+        Catalog.open(str(index)).close()
+        assert len(list(sp.sessions())) == 2
+
+
+@pytest.mark.parametrize("how", ["deleted", "rebuilt"])
+@pytest.mark.parametrize("order", [("-number",), ("session_id",)])
+def test_a_listing_of_an_index_that_was_made_anew_says_so_until_it_is_refreshed(tmp_path, how, order):
+    root = tmp_path / "hot"
+    with spool.open(str(root)) as sp:
+        for name in ("a", "b", "c"):
+            record(sp, name, n_steps=1)
+        listing = sp.listing(order=order)
+        assert len(listing.rows(0, 3)) == 3 and not listing.refresh()
+        if how == "deleted":
+            for path in root.glob("catalog.sqlite*"):
+                path.unlink()
+        else:
+            with spool.open(str(root)) as other:
+                other.rebuild()
+        with pytest.raises(StorageError, match="was made anew after they were listed"):
+            listing.rows(0, 3)
+        assert listing.refresh()
+        assert sorted(row.session_id for row in listing.rows(0, 3)) == ["a", "b", "c"]
+        assert not listing.refresh()
+
+
+def test_what_the_index_has_is_not_whole_while_the_cold_root_does_not_answer(quiet, monkeypatch):
+    with spool.open(quiet) as sp:
+        record(sp, "a")
+        sp.flush()
+        feeds = sp._feeds
+        feeds.catch_up(whole=True)
+        assert feeds.are_whole()
+
+        def fails(**_):
+            raise StorageError("it does not answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(feeds.cold, "catch_up", fails)
+            feeds.catch_up(fresh=True)
+        assert not feeds.are_whole(), "units that only other nodes name would go"
+        feeds.catch_up(whole=True)
+        assert feeds.are_whole()
+
+
 def test_an_index_whose_time_lies_ahead_is_read_at_once(tmp_path):
     root = tmp_path / "hot"
     with spool.open(str(root)) as sp:
@@ -791,3 +909,85 @@ def test_a_manifest_that_is_lost_is_put_again(quiet, tmp_path, evicted):
         path.unlink()
         bury(sp._feeds.cold.objects, (row.stream, row.pack), GoneMark(time.time()))
         assert unlisted(str(tmp_path / "hot"), sp._feeds.cold) == [], "what was deleted is not listed again"
+
+
+# -- a cold root whose identity is lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", ["streams", "manifests", "units", "facts", "gone"])
+def test_a_new_node_does_not_make_a_cold_root_that_lost_its_identity_another_spools(quiet, tmp_path, left):
+    cold = tmp_path / "cold"
+    with spool.open(quiet) as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    identity = (cold / "spool.json").rename(tmp_path / "identity")
+    kept = tmp_path / "kept"
+    cold.rename(kept)
+    (cold / left).mkdir(parents=True)
+    if (kept / left).exists():
+        shutil.copytree(kept / left, cold / left, dirs_exist_ok=True)
+    else:
+        (cold / left / "one").write_bytes(b"")
+    before = sorted(cold.rglob("*"))
+    with pytest.raises(spool.IntegrityError, match=r"its spool.json is lost.*`spool recover`"):
+        spool.open(f"file://{tmp_path}/new?spill=file://{cold}")
+    with pytest.raises(spool.NotFoundError):
+        spool.open(f"file://{tmp_path}/new", create=False)
+    assert sorted(cold.rglob("*")) == before and not (tmp_path / "new/spool.json").exists()
+    shutil.rmtree(cold)
+    kept.rename(cold)
+    assert "written again" in run("recover", tmp_path / "hot").err
+    assert spool_id in (cold / "spool.json").read_text() and spool_id in identity.read_text()
+    with spool.open(f"file://{tmp_path}/new?spill=file://{cold}") as sp:
+        assert sp.spool_id == spool_id and sp.read(refs)[0]["token_ids"].size
+
+
+def test_a_folder_with_nothing_of_a_spool_in_it_becomes_a_cold_root(tmp_path):
+    (tmp_path / "cold/of-mine").mkdir(parents=True)
+    (tmp_path / "cold/streams").mkdir()
+    (tmp_path / "cold/of-mine/notes.txt").write_text("mine")
+    with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
+        assert sp.spool_id in (tmp_path / "cold/spool.json").read_text()
+
+
+def test_a_hot_root_whose_packs_are_in_a_cold_one_gives_it_its_identity_again(quiet, tmp_path):
+    with spool.open(quiet) as sp:
+        refs = record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    for path in (tmp_path / "hot").rglob("*.cold"):
+        path.write_text(path.read_text().replace('"root":', '"was":'))
+    (tmp_path / "hot/spool.json").unlink()
+    (tmp_path / "cold/spool.json").unlink()
+    assert "?spill=URL" in run("recover", tmp_path / "hot").err
+    with spool.open(quiet) as sp:
+        assert sp.spool_id == spool_id in (tmp_path / "cold/spool.json").read_text()
+        assert sp.read(refs)[0]["token_ids"].size
+
+
+def test_a_node_that_finds_a_cold_root_that_another_is_just_making_joins_that(quiet, tmp_path, monkeypatch):
+    with spool.open(quiet) as sp:
+        record(sp, "a")
+        sp.flush()
+        sp.spill()
+        spool_id = sp.spool_id
+    found = roots.read_cold_identity
+    answers = [None]
+    monkeypatch.setattr(roots, "read_cold_identity", lambda cold: answers.pop() if answers else found(cold))
+    with spool.open(f"file://{tmp_path}/new?spill=file://{tmp_path}/cold") as sp:
+        assert sp.spool_id == spool_id and not answers
+
+
+def test_a_root_that_goes_away_while_its_packs_are_deleted_is_told(tmp_path, quiet):
+    with spool.open(f"file://{tmp_path}/hot?retention=released") as sp:
+        record(sp, "a")
+        sp.flush()
+        collector = sp._tiers.collector()
+        plan = collector.plan()
+        (tmp_path / "hot").rename(tmp_path / "away")
+        with pytest.raises(SpoolError, match="list"):
+            collector.run(plan)
+        (tmp_path / "away").rename(tmp_path / "hot")

@@ -87,7 +87,6 @@ class BorrowedDatabase(Database):
                 raise moved_away(os.path.dirname(self.path))
             path, self.path = self.path, None
             self._writer.close()
-            self._memory_epoch += 1
             self._writer.connection = snapshot.load(path)
 
     def _connection(self, link: Link) -> apsw.Connection:

@@ -12,7 +12,7 @@ import apsw
 
 from spool.catalog import files, forget, listing, query, schema
 from spool.catalog.borrowed import BorrowedDatabase
-from spool.catalog.database import Database, Execute
+from spool.catalog.database import Database, Execute, Generation, executing
 from spool.catalog.dump import dump
 from spool.catalog.files import DamagedError
 from spool.catalog.fold import decode_event
@@ -123,16 +123,35 @@ class Catalog:
         return self._database.is_borrowed
 
     @property
-    def generation(self) -> object:
-        """Something that is another one once the numbers of sessions and segments mean others."""
-        return self._run(schema.GENERATION)
-
-    @property
-    def epoch(self) -> tuple[int, ...]:
-        """A value that changes when the database may be another one (deleted, reset), so that it is fed again."""
-        return self._database.epoch
+    def generation(self) -> Generation:
+        """What is another one once the content may be (deleted, reset, rebuilt), and numbers of rows mean others."""
+        return self._database.generation()
 
     # -- feeding -----------------------------------------------------------------------------------------------------
+
+    def fed_by(self, feed: Callable[[], object]) -> None:
+        """Have questions answered by what was fed only: where another index is there by now, ``feed`` feeds that.
+
+        Args:
+            feed: brings the index up to date, by `feeding`. What it asks itself is how far it is fed: `offsets`,
+                `Packs.states`, `Packs.seen`; they are answered by the index that is there.
+        """
+        self._database.feed = feed
+
+    @contextmanager
+    def feeding(self) -> Iterator[bool]:
+        """Bring the index up to date inside; yields whether it is another one than the last time."""
+        try:
+            generation = self.generation
+        except DamagedError:  # what is fed is another one
+            generation = None
+        yield self._database.fed not in (None, generation)
+        self._database.fed = generation
+
+    def look_begins(self, generation: Generation) -> None:
+        """Say what the first feeding is of, so that what is asked while it is not whole is asked of that, too."""
+        if self._database.fed is None:
+            self._database.fed = generation
 
     def offsets(self, streams: Sequence[str] | None = None) -> dict[tuple[str, int], LogState]:
         """Return how far the log of each (stream, pack) is known, of all streams or some."""
@@ -290,9 +309,7 @@ class Catalog:
 
     def session(self, session_id: str) -> SessionRow | None:
         """Return a session, or None where no opening of it is known."""
-        sid = self._sid(session_id)
-        rows = query.session_rows(self._run, [sid]) if sid is not None else []
-        return rows[0] if rows else None
+        return self._of(session_id, lambda run, sid: next(iter(query.session_rows(run, [sid])), None), None)
 
     def sessions(
         self, where: str | None = None, *, order: Sequence[str] = ("opened_at",), limit: int | None = None
@@ -308,8 +325,7 @@ class Catalog:
             InputError: the filter or the order does not parse; raised by the call, not while iterating.
             StorageError: the index was made anew meanwhile; raised while iterating.
         """
-        generation = self.generation
-        sids = query.session_ids(self._run, where, order, limit)
+        sids, generation = self._chosen(lambda run: query.session_ids(run, where, order, limit))
         return self._paged(sids, query.session_rows, generation)
 
     def segments(self, where: str | None = None, view: str | None = None) -> Iterator[SegmentRef]:
@@ -325,21 +341,31 @@ class Catalog:
             InputError: the filter does not parse; raised by the call, not while iterating.
             StorageError: the index was made anew meanwhile; raised while iterating.
         """
-        generation = self.generation
-        return self._paged(query.segment_ids(self._run, where, view), query.segment_refs, generation)
+        numbers, generation = self._chosen(lambda run: query.segment_ids(run, where, view))
+        return self._paged(numbers, query.segment_refs, generation)
 
     def _paged(
-        self, numbers: Sequence[int], fetch: Callable[[Execute, Sequence[int]], list[T]], generation: object
+        self, numbers: Sequence[int], fetch: Callable[[Execute, Sequence[int]], list[T]], generation: Generation
     ) -> Iterator[T]:
         """Yield what is fetched by number, a page at a time, as long as the numbers mean what they did."""
         for start in range(0, len(numbers), query.PAGE):
-            rows = fetch(self._run, numbers[start : start + query.PAGE])
-            if self.generation != generation:
-                raise StorageError(
-                    f"the index {self._database.path or 'in memory'} was made anew after {start} of {len(numbers)} "
-                    "sessions or segments were listed; list them again"
-                )
-            yield from rows
+            page = numbers[start : start + query.PAGE]
+            yield from self._fetched(page, fetch, generation, f"after {start} of {len(numbers)} were listed")
+
+    def _fetched(
+        self,
+        numbers: Sequence[int],
+        fetch: Callable[[Execute, Sequence[int]], list[T]],
+        generation: Generation,
+        since: str,
+    ) -> list[T]:
+        rows, now = self._chosen(lambda run: fetch(run, numbers))
+        if now != generation:
+            raise StorageError(
+                f"the index {self._database.path or 'in memory'} was made anew {since}, and numbers of sessions and "
+                "segments mean others now: list them again"
+            )
+        return rows
 
     def numbers(
         self,
@@ -349,20 +375,26 @@ class Catalog:
         after: int = 0,
         discarded: bool = True,
         limit: int | None = None,
-    ) -> array[int]:
-        """Return the numbers of sessions that match, in an order; see `spool.catalog.listing.numbers_query`.
+    ) -> tuple[array[int], Generation]:
+        """Return the numbers of sessions that match, in an order, and in which generation they mean those.
+
+        See `spool.catalog.listing.numbers_query`.
 
         Raises:
             InputError: the filter or the order does not parse.
         """
         sql, values = listing.numbers_query(where, order, after=after, discarded=discarded, limit=limit)
-        return self._database.ask(
+        return self._database.ask_fed(
             lambda connection: array("q", (number for (number,) in connection.execute(sql, values))), apart=True
         )
 
-    def looks(self, numbers: Sequence[int]) -> list[SessionLook]:
-        """Return sessions by number, in the order given, as they are now; those that are gone are left out."""
-        return listing.session_looks(self._run, numbers)
+    def looks(self, numbers: Sequence[int], generation: Generation) -> list[SessionLook]:
+        """Return sessions by number, in the order given, as they are now; those that are gone are left out.
+
+        Raises:
+            StorageError: the index is of another generation than the one that the numbers are of.
+        """
+        return self._fetched(numbers, listing.session_looks, generation, "after they were listed")
 
     def groups(self, where: str | None, order: Sequence[str], limit: int | None = None) -> list[GroupLook]:
         """Return the groups of sessions that match, in an order; ties go by name.
@@ -371,13 +403,13 @@ class Catalog:
             InputError: the filter or the order does not parse.
         """
         sql, values = listing.groups_query(where, order, limit)
-        return self._database.ask(
+        return self._database.ask_fed(
             lambda connection: [listing.group(row) for row in connection.execute(sql, values)], apart=True
-        )
+        )[0]
 
     def newest(self) -> int:
         """Return the number of the session that arrived last; 0 where there is none."""
-        return listing.newest(self._run)
+        return self._asked(listing.newest)
 
     @property
     def version(self) -> tuple[object, ...]:
@@ -392,53 +424,52 @@ class Catalog:
         Raises:
             InputError: the filter does not parse, or has an unknown name; lists the known ones.
         """
-        query.check_filter(self._run, where, query.SESSION if of == "sessions" else query.SEGMENT)
+
+        def run(sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+            return self._asked(lambda run: run(sql, values))  # each, as an index that is not fed refuses a name
+
+        query.check_filter(run, where, query.SESSION if of == "sessions" else query.SEGMENT)
 
     def session_events(self, session_id: str) -> list[Located]:
         """Return a session's openings, steps, withdrawals and endings in order, ``messages`` left out.
 
         Empty where nothing is recorded.
         """
-        sid = self._sid(session_id)
-        return session_events(self._run, sid) if sid is not None else []
+        return self._of(session_id, session_events, [])
 
     def openings(self, session_id: str) -> list[Located]:
         """Return all openings of a session, also those of owners whose record does not count; empty where none."""
-        sid = self._sid(session_id)
-        return openings(self._run, sid) if sid is not None else []
+        return self._of(session_id, openings, [])
 
     def is_contested(self, session_id: str) -> bool:
         """Whether owners recorded a session that did not know of each other; see `spool.catalog.rivals`."""
-        return bool(self._run("SELECT 1 FROM sessions WHERE session_id = ? AND contested", (session_id,)))
+        sql = "SELECT 1 FROM sessions WHERE session_id = ? AND contested"
+        return bool(self._asked(lambda run: run(sql, (session_id,))))
 
     def steps_at(self, session_id: str, index: int) -> list[StepCommitted]:
         """Return the steps that are recorded under an index, withdrawn ones too: mostly one, or none."""
-        sid = self._sid(session_id)
-        found = self._run("SELECT event FROM events WHERE sid = ? AND slot = ?", (sid, index)) if index >= 0 else []
-        events = [decode_event(data) for (data,) in found]
+        sql = "SELECT event FROM events WHERE sid = ? AND slot = ?"
+        found: list[tuple[Any, ...]] = self._of(session_id, lambda run, sid: run(sql, (sid, index)), [])
+        events = [decode_event(data) for (data,) in found if index >= 0]  # other slots have other numbers
         return [event for event in events if isinstance(event, StepCommitted)]
 
     def newest_late(self, session_id: str) -> float:
         """Return when the newest late fact or array of a session was recorded, seconds since the epoch; 0 if none."""
         each = "SELECT at FROM {} WHERE sid = ?1"
         sql = f"SELECT max(at) FROM ({each.format('facts')} UNION ALL {each.format('attachments')})"  # noqa: S608
-        sid = self._sid(session_id)
-        return (self._run(sql, (sid,))[0][0] or 0.0) if sid is not None else 0.0
+        return self._of(session_id, lambda run, sid: run(sql, (sid,))[0][0], None) or 0.0
 
     def late_events(self, session_id: str) -> list[Annotated | Attached]:
         """Return a session's annotations and late arrays, in the order in which the last wins."""
-        sid = self._sid(session_id)
-        return late_events(self._run, sid) if sid is not None else []
+        return self._of(session_id, late_events, [])
 
     def facts(self, session_id: str, segment: str | None = None) -> dict[str, Any]:
         """Return the late facts of a session, or those given to one of its segments, by its key."""
-        sid = self._sid(session_id)
-        return query.facts_of(self._run, sid, segment or "") if sid is not None else {}
+        return self._of(session_id, lambda run, sid: query.facts_of(run, sid, segment or ""), {})
 
     def attachments(self, session_id: str) -> tuple[Attached, ...]:
         """Return the late arrays of a session's segments and steps, the last of each target and field."""
-        sid = self._sid(session_id)
-        return query.attachments_of(self._run, sid) if sid is not None else ()
+        return self._of(session_id, query.attachments_of, ())
 
     def with_late(self, ref: SegmentRef) -> SegmentRef:
         """Return a segment's reference with the late facts and arrays that are known now."""
@@ -449,8 +480,7 @@ class Catalog:
 
     def released(self, session_id: str) -> tuple[Release, ...]:
         """Return the releases of a session's segments."""
-        sid = self._sid(session_id)
-        return query.releases_of(self._run, sid) if sid is not None else ()
+        return self._of(session_id, query.releases_of, ())
 
     def final_view(self, session_id: str) -> str | None:
         """Return the view that a session was finalised with; None where it was not, or is unknown."""
@@ -459,19 +489,19 @@ class Catalog:
 
     def n_tagged(self, tag: str) -> int:
         """Return how many segments are released under a tag."""
-        return query.n_tagged(self._run, tag)
+        return self._asked(lambda run: query.n_tagged(run, tag))
 
     def tools_at(self, key: str) -> Place | None:
         """Return where tool schemas are stored, or None."""
-        return query.place_of_tools(self._run, key)
+        return self._asked(lambda run: query.place_of_tools(run, key))
 
     def idle(self, now: float) -> list[str]:
         """Return the open sessions whose last event is older than their ``idle_s``, longest first."""
-        return query.idle_ids(self._run, now)
+        return self._asked(lambda run: query.idle_ids(run, now))
 
     def totals(self, *, without: str = "") -> Totals:
         """Return counts over the whole spool, leaving out streams whose names begin with ``without``."""
-        return query.totals(self._run, without)
+        return self._asked(lambda run: query.totals(run, without))
 
     def summary(self, where: str | None = None, current_version: str | None = None) -> Summary:
         """Return the shape of the run at one moment; see `spool.catalog.summary`."""
@@ -479,17 +509,17 @@ class Catalog:
 
     def slowest(self, where: str | None = None, limit: int = 10) -> list[SessionRow]:
         """Return the sessions that took longest, without discarded ones."""
-        return query.session_rows(self._run, slowest(self._run, where, limit))
+        return self._asked(lambda run: query.session_rows(run, slowest(run, where, limit)))
 
     def sample(self, n: int, where: str | None = None) -> list[SegmentRef]:
         """Return at most ``n`` segments, spread over those of all sessions that match; the same ones each time."""
-        return query.segment_refs(self._run, sample(self._run, n, where))
+        return self._asked(lambda run: query.segment_refs(run, sample(run, n, where)))
 
     def news(self, mark: int | None, where: str | None = None) -> tuple[list[News], int]:
         """Return what became known behind a mark, and the next mark; with None only the mark behind all."""
         if mark is None:
-            return [], newest_mark(self._run)
-        return news(self._run, mark, where)
+            return [], self._asked(newest_mark)
+        return self._asked(lambda run: news(run, mark, where))
 
     def dump(self) -> dict[str, list[tuple[Any, ...]]]:
         """Return everything the logs feed in a form that is equal for equal logs, however and when they were fed.
@@ -536,12 +566,24 @@ class Catalog:
     # -- shared ------------------------------------------------------------------------------------------------------
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        return self._database.ask(lambda connection: connection.execute(sql, tuple(values)).fetchall())
+        """Ask the index that is there, fed or not."""
+        return self._database.ask(lambda connection: executing(connection)(sql, values))
 
-    def _sid(self, session_id: str) -> int | None:
-        for (sid,) in self._run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
-            return int(sid)
-        return None
+    def _chosen(self, question: Callable[[Execute], T]) -> tuple[T, Generation]:
+        return self._database.ask_fed(lambda connection: question(executing(connection)))
+
+    def _asked(self, question: Callable[[Execute], T]) -> T:
+        return self._chosen(question)[0]
+
+    def _of(self, session_id: str, question: Callable[[Execute, int], T], unknown: T) -> T:
+        """Return what a question finds of a session's number, or ``unknown`` where it has none."""
+
+        def found(run: Execute) -> T:
+            for (sid,) in run("SELECT sid FROM sessions WHERE session_id = ?", (session_id,)):
+                return question(run, sid)
+            return unknown
+
+        return self._asked(found)
 
 
 def _writable(path: str) -> bool:

@@ -18,6 +18,7 @@ import apsw
 
 from spool.catalog import files
 from spool.catalog.files import DamagedError
+from spool.catalog.schema import GENERATION
 from spool.errors import NO_ROOM, CapacityError, StorageError, moved_away
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Execute: TypeAlias = "Callable[..., list[tuple[Any, ...]]]"
 """Runs a statement with its values and returns its rows."""
+
+Generation: TypeAlias = object
+"""See `spool.catalog.schema.GENERATION`; to be compared."""
+
+FEEDINGS = 10
+"""So often a question is asked of one new index after the other."""
 
 FORK_WAIT_S = 30.0
 """How long a fork waits for a transaction of another thread."""
@@ -60,15 +67,19 @@ class Database:
     Attributes:
         path: the file; None in memory.
         damage: what an operation found wrong with the file, until it is moved aside.
+        fed: the generation that was fed; None before the first time.
+        feed: feeds it again; None where nobody does.
     """
 
     def __init__(self, path: str | None) -> None:
         self.path = path
         self.damage: DamagedError | None = None
+        self.fed: Generation | None = None
+        self.feed: Callable[[], object] | None = None
         self._links(Link(), Link() if path is not None else None)
         self._begin()
-        self._memory_epoch = 0
-        _live.add(self)
+        with _forks:  # what a fork did not see when it began would be open in the midst of it
+            _live.add(self)
 
     def _links(self, writer: Link, reader: Link | None) -> None:
         # one database in memory is one connection
@@ -83,16 +94,17 @@ class Database:
         """It is a file that this process does not write to; see `BorrowedDatabase`."""
         return False
 
-    @property
-    def epoch(self) -> tuple[int, ...]:
-        """Something that changes whenever the content may be another: a new file, a reset, a child's own memory."""
-        if self.path is None:
-            return (0, 0, self._memory_epoch)
-        return files.identity(self.path) or (0, 0)
+    def generation(self) -> Generation:
+        """Return what is another one once the content may be: in a new file, after a rebuild, in a child's memory.
+
+        Raises:
+            DamagedError, StorageError, CapacityError: as `ask`.
+        """
+        return self.ask(_generation)
 
     def version(self) -> tuple[object, ...]:
         """Return a value that changes whenever something was written, by whichever process."""
-        return *self.epoch, *self.ask(lambda connection: (connection.data_version(), connection.total_changes()))
+        return self.ask(lambda asked: (_generation(asked), asked.data_version(), asked.total_changes()))
 
     def ask(self, question: Callable[[apsw.Connection], T], *, apart: bool = False) -> T:
         """Return what a question finds that only reads.
@@ -107,9 +119,35 @@ class Database:
         with self._reading_apart() if apart else self.reading() as connection:
             return question(connection)
 
+    def ask_fed(self, question: Callable[[apsw.Connection], T], *, apart: bool = False) -> tuple[T, Generation]:
+        """Return what a question finds in the index that was fed, and of which generation that is.
+
+        Another process may move that aside, delete it or make it anew at any time. Where another one, or a damaged one,
+        was asked, it is fed and asked again.
+
+        Args:
+            question: as `ask`.
+            apart: as `ask`.
+
+        Raises:
+            StorageError: it is made anew again and again.
+            DamagedError, StorageError, CapacityError: as `ask`, and of feeding it.
+        """
+        for _ in range(FEEDINGS):
+            try:
+                found, asked = self.ask(lambda connection: (question(connection), _generation(connection)), apart=apart)
+            except DamagedError:
+                if self.feed is None:
+                    raise
+            else:  # a connection does not go back: what it was of afterwards it was of before
+                if self.feed is None or self.fed in (None, asked):
+                    return found, asked
+            self.feed()
+        raise StorageError(f"{self.path or 'the catalog in memory'} is made anew again and again; try again later")
+
     def at_one_moment(self, question: Callable[[Execute], T]) -> T:
-        """Return what a question finds whose statements all see the same moment; it may take long, see `ask`."""
-        return self.ask(lambda connection: _at_one_moment(connection, question), apart=True)
+        """Return what a question finds whose statements all see the same moment; it may take long, see `ask_fed`."""
+        return self.ask_fed(lambda connection: _at_one_moment(connection, question), apart=True)[0]
 
     @contextmanager
     def reading(self) -> Iterator[apsw.Connection]:
@@ -257,8 +295,16 @@ class Database:
             _leak(link.connection)
         if inherited:
             self.path = None
-            self._memory_epoch = os.getpid()
         self._links(Link(), Link() if self.path is not None else None)
+
+
+def executing(connection: apsw.Connection) -> Execute:
+    """Return what runs statements on a connection."""
+    return lambda sql, values=(): connection.execute(sql, tuple(values)).fetchall()
+
+
+def _generation(connection: apsw.Connection) -> Generation:
+    return connection.execute(GENERATION).get
 
 
 def _at_one_moment(connection: apsw.Connection, question: Callable[[Execute], T]) -> T:
@@ -266,7 +312,7 @@ def _at_one_moment(connection: apsw.Connection, question: Callable[[Execute], T]
     if own:
         connection.execute("BEGIN")
     try:
-        return question(lambda sql, values=(): connection.execute(sql, tuple(values)).fetchall())
+        return question(executing(connection))
     finally:
         if own:
             connection.execute("COMMIT")
@@ -283,8 +329,8 @@ def _leak(kept: object) -> None:
 
 _live: weakref.WeakSet[Database] = weakref.WeakSet()
 _forking: list[Database] = []
-_forks = threading.Lock()
-"""Held by the one thread that forks: what it waits for it lets go of."""
+_forks = threading.RLock()
+"""Held by the one thread that forks: what it waits for it lets go of, and no database is made meanwhile."""
 
 
 def _before() -> None:

@@ -21,7 +21,7 @@ BUSY_S = 60.0
 """How long an operation waits for another process's transaction; all last milliseconds but for a rebuild."""
 
 OVERTAKEN_S = 1.0
-_OVERTAKEN = frozenset({apsw.SQLITE_IOERR_DELETE_NOENT, apsw.SQLITE_IOERR_SHORT_READ})
+_OVERTAKEN = frozenset({apsw.SQLITE_IOERR_DELETE_NOENT, apsw.SQLITE_IOERR_SHORT_READ, apsw.SQLITE_IOERR_FSTAT})
 """For so long, and for what errors, another process may be making the same database just now."""
 
 USED_S = 3.0

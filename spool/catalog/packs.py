@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from spool.catalog import tiers
-from spool.catalog.database import Database
+from spool.catalog.database import Database, Execute, Generation, executing
 from spool.catalog.rows import PackRow, PackState, PackUse, SessionEnd
 from spool.catalog.schema import EVICTED, GONE, OPENED, STATES
 from spool.catalog.space import give_back
 from spool.catalog.uses import pack_id
+
+T = TypeVar("T")
 
 _MARK = """
 UPDATE packs SET state = max(ifnull(state, 0), ?2), hot_bytes = ifnull(?3, hot_bytes),
@@ -27,20 +29,20 @@ class Packs:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._here: tuple[tuple[int, ...], set[str], set[str]] = (database.epoch, set(), set())
+        self._here: tuple[Generation | None, set[str], set[str]] = (None, set(), set())
 
     # -- tiers -------------------------------------------------------------------------------------------------------
 
     def rows(self, state: PackState | None = None, *, stream: str | None = None) -> Iterator[PackRow]:
         """Iterate packs by stream and number, of one state or all, of one stream or all."""
-        return iter(tiers.pack_rows(self._run, state, stream))
+        return iter(self._asked(lambda run: tiers.pack_rows(run, state, stream)))
 
     def get(self, stream: str, pack: int) -> PackRow | None:
         """Return a pack, or None where nothing is known of it."""
-        return tiers.pack_row(self._run, stream, pack)
+        return self._asked(lambda run: tiers.pack_row(run, stream, pack))
 
     def states(self, stream: str) -> dict[int, PackState]:
-        """Return the states of a stream's packs by number."""
+        """Return the states of a stream's packs by number, as they are in the index that is there, fed or not."""
         sql = "SELECT pack, state FROM packs WHERE stream = ? AND state IS NOT NULL"
         return {pack: STATES[state] for pack, state in self._run(sql, (stream,))}
 
@@ -64,7 +66,7 @@ class Packs:
         """
         number = STATES.index(state)
         assert number != GONE, "a pack goes by Catalog.forget"
-        found = self.get(stream, pack)
+        found = tiers.pack_row(self._run, stream, pack)
         if found is not None and _says(found, number, hot_bytes, stored_bytes, sealed_at):
             return
         with self._database.writing() as connection:
@@ -77,7 +79,7 @@ class Packs:
 
     def of(self, session_ids: Iterable[str]) -> set[tuple[str, int]]:
         """Return the packs, as (stream, number), that hold rows or events of sessions; those that are gone left out."""
-        return tiers.packs_of(self._run, list(session_ids))
+        return self._asked(lambda run: tiers.packs_of(run, list(session_ids)))
 
     def uses(self) -> tuple[list[PackUse], dict[str, SessionEnd]]:
         """Return, as of one moment, what decides which packs may go.
@@ -94,7 +96,7 @@ class Packs:
     def known(self) -> set[tuple[str, int]]:
         """Return the packs, as (stream, number), whose events are all taken in."""
         sql = "SELECT p.stream, p.pack FROM packs p JOIN logs l ON l.id = p.id WHERE l.sealed"
-        return set(self._run(sql))
+        return set(self._asked(lambda run: run(sql)))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -133,10 +135,11 @@ class Packs:
         _, added, dropped = self._noted()
         return found - dropped | added
 
-    def _noted(self) -> tuple[tuple[int, ...], set[str], set[str]]:
+    def _noted(self) -> tuple[Generation | None, set[str], set[str]]:
         """Return the keys that this process notes for itself while it only reads the catalog's file."""
-        if self._here[0] != self._database.epoch:
-            self._here = (self._database.epoch, set(), set())
+        generation = self._database.generation()
+        if self._here[0] != generation:
+            self._here = (generation, set(), set())
         return self._here
 
     def saw(self, keys: Iterable[str]) -> None:
@@ -163,8 +166,11 @@ class Packs:
         with self._database.writing() as connection:
             connection.executemany("DELETE FROM objects WHERE key = ?", [(key,) for key in keys])
 
-    def _run(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._database.ask(lambda connection: connection.execute(sql, values).fetchall())
+    def _run(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self._database.ask(lambda connection: executing(connection)(sql, values))
+
+    def _asked(self, question: Callable[[Execute], T]) -> T:
+        return self._database.ask_fed(lambda connection: question(executing(connection)))[0]
 
 
 def _says(row: PackRow, state: int, hot: int | None, stored: int | None, sealed_at: float | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spool.catalog.database import Database
+from spool.catalog.database import Database, executing
 from spool.catalog.schema import OPENED, SEALED
 
 _NAMED = "SELECT u.key, s.session_id FROM units u JOIN sessions s ON s.sid = u.sid GROUP BY u.key, u.sid"
@@ -38,4 +38,4 @@ class NamedUnits:
         return {key for (key,) in self._run(_UNPUBLISHED, (OPENED, SEALED))}
 
     def _run(self, sql: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return self._database.ask(lambda connection: connection.execute(sql, values).fetchall())
+        return self._database.ask_fed(lambda connection: executing(connection)(sql, values))[0]

@@ -220,8 +220,7 @@ class ColdFeeder:
 
     def _is_forgotten(self, key: str) -> bool:
         pack = parse_gone_key(key)
-        row = None if pack is None else self._catalog.packs.get(*pack)
-        return row is not None and row.state == "gone"
+        return pack is not None and self._catalog.packs.states(pack[0]).get(pack[1]) == "gone"
 
     def _tombstone_here(self, key: str) -> GoneMark | None:
         """Return what a tombstone says; None where it is not about the pack of that name in the hot root."""

@@ -122,7 +122,7 @@ class LogFeeder:
         self._forget()
 
     def _forget(self) -> None:
-        self._epoch: tuple[int, ...] | None = None
+        self._generation: object = None
         self._known: dict[str, _Known] = {}
         self._names: tuple[int, list[str]] | None = None
         self._problems: dict[Pack, Problem] = {}
@@ -150,25 +150,16 @@ class LogFeeder:
             CapacityError: the disk of the catalog is full.
         """
         try:
-            while True:
-                with self._own():
-                    self._check_same_catalog()
-                    names = self._stream_names() if streams is None else streams
-                    streams_known = [(name, self._known.setdefault(name, _Known())) for name in names]
-                for name, known in streams_known:
-                    self._look(name, known)
-                if self._catalog.epoch == self._epoch:
-                    break
-                streams = None  # another index is there by now, which may lack what other streams told the last one
+            with self._own():
+                self._check_same_catalog()
+                names = self._stream_names() if streams is None else streams
+                streams_known = [(name, self._known.setdefault(name, _Known())) for name in names]
+            for name, known in streams_known:
+                self._look(name, known)
         except DamagedError as error:
             with self._own():
                 self._start_anew(error)
         return self.problems()
-
-    def is_fed(self) -> bool:
-        """Whether the index is the one that was fed last."""
-        with self._own():
-            return self._epoch is None or self._catalog.epoch == self._epoch
 
     def problems(self) -> list[Problem]:
         """Return what could not be taken in, as far as it was seen by this object."""
@@ -180,8 +171,7 @@ class LogFeeder:
         """Whether a pack whose events were not to be had was deleted, as the cold root says meanwhile."""
         if problem.kind != "evicted":
             return False
-        row = self._catalog.packs.get(problem.stream, problem.pack)
-        return row is not None and row.state == "gone"
+        return self._catalog.packs.states(problem.stream).get(problem.pack) == "gone"
 
     def rebuild(self) -> list[Problem]:
         """Empty the catalog and feed it from the first event on; return what cannot be taken in.
@@ -228,10 +218,10 @@ class LogFeeder:
     def _check_same_catalog(self) -> None:
         if self._catalog.damage is not None:
             raise self._catalog.damage
-        epoch = self._catalog.epoch
-        if epoch != self._epoch:
+        generation = self._catalog.generation
+        if generation != self._generation:
             self._forget()
-            self._epoch = epoch
+            self._generation = generation
 
     def _look_at_all(self) -> None:
         self._check_same_catalog()

@@ -103,7 +103,7 @@ class Room:
         self._feeder = feeder
         self._limit = limit
         self._lock = threading.Lock()
-        self._epoch: tuple[int, ...] | None = None
+        self._generation: object = None
         self._measured_at = 0.0
 
     def reserve(self, stream: str, n_bytes: int) -> bool:
@@ -118,7 +118,7 @@ class Room:
             return False
         if self._limit is None:
             return True
-        if self._catalog.epoch != self._epoch:
+        if self._catalog.generation != self._generation:
             self._measure(after_s=0.0)
         return self._space.reserve(stream, n_bytes) or (
             self._measure(after_s=AGAIN_S) and self._space.reserve(stream, n_bytes)
@@ -158,5 +158,5 @@ class Room:
             if after_s and time.monotonic() - self._measured_at < after_s:
                 return False
             self._feeder.account()
-            self._epoch, self._measured_at = self._catalog.epoch, time.monotonic()
+            self._generation, self._measured_at = self._catalog.generation, time.monotonic()
             return True

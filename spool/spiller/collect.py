@@ -27,6 +27,7 @@ from spool.points import reach
 from spool.retention import Decision, Policy, decide
 from spool.spiller.evict import delete
 from spool.spiller.turns import turn
+from spool.stores.local import map_os_error
 from spool.stores.objects import Objects
 
 Pack = tuple[str, int]
@@ -151,7 +152,11 @@ class Collector:
         for stream, pack in buried:
             by_stream.setdefault(stream, set()).add(pack)
         for stream in self._streams:
-            found = list_packs(f"{root}/streams/{stream}/records")
+            folder = f"{root}/streams/{stream}/records"
+            try:
+                found = list_packs(folder)
+            except OSError as error:
+                raise map_os_error(error, what="list", path=folder) from error
             for pack in sorted((found.sealed | found.cold) & (found.gone | by_stream.get(stream, set()))):
                 if pack in found.gone or self._cold is None or self._cold.is_same(stream, pack):
                     delete(root, self._catalog, stream, pack, buried.get((stream, pack)) or GoneMark(time.time()))
