@@ -484,8 +484,8 @@ class Catalog:
 
     def final_view(self, session_id: str) -> str | None:
         """Return the view that a session was finalised with; None where it was not, or is unknown."""
-        found = self._run("SELECT view FROM sessions WHERE session_id = ?", (session_id,))
-        return next((view for (view,) in found), None)
+        sql = "SELECT view FROM sessions WHERE session_id = ?"
+        return next((view for (view,) in self._asked(lambda run: run(sql, (session_id,)))), None)
 
     def n_tagged(self, tag: str) -> int:
         """Return how many segments are released under a tag."""
