@@ -148,11 +148,6 @@ class Catalog:
         yield self._database.fed not in (None, generation)
         self._database.fed = generation
 
-    def look_begins(self, generation: Generation) -> None:
-        """Say what the first feeding is of, so that what is asked while it is not whole is asked of that, too."""
-        if self._database.fed is None:
-            self._database.fed = generation
-
     def offsets(self, streams: Sequence[str] | None = None) -> dict[tuple[str, int], LogState]:
         """Return how far the log of each (stream, pack) is known, of all streams or some."""
         return query.log_states(self._run, streams)
