@@ -129,9 +129,6 @@ class SegmentScreen(SpoolScreen):
     def _put(self, start: int, rows: Sequence[TokenRow]) -> None:
         self.query_one(TokenTable).put(start, rows)
 
-    def _forget(self, _error: BaseException) -> None:
-        self.query_one(TokenTable).forget()
-
     def on_lines_moved(self, message: Lines.Moved) -> None:
         """Show what is known of the token that the cursor is on now."""
         message.stop()
