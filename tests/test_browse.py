@@ -505,6 +505,22 @@ async def test_a_text_is_found_in_what_is_folded_and_far_down(sp, spool_uri):
         assert "'nobody said' is nowhere" in at.text
 
 
+async def test_a_step_that_is_withdrawn_leaves_nothing_to_look_for(sp, spool_uri):
+    s = session(sp, "one", outcome=None)
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        assert "question 0" in at.text
+        s.discard(0)
+        await at.until(lambda: "no steps" in "".join(at.part("#conversation")), "the withdrawal")
+        await at.press("u", "]", "/")
+        await at.type("question")
+        await at.press("enter")
+        assert "'question' is nowhere in this conversation" in at.text
+        await at.pilot.resize_terminal(100, 30)
+        await at.settle()
+        assert "no steps" in "".join(at.part("#conversation"))
+
+
 async def test_a_text_is_found_in_parts_that_are_not_shown_yet(sp, spool_uri):
     s = sp.session("talk")
     said = [{"role": "user", "content": f"message {number} " + "x y " * 300 + f"end {number}"} for number in range(900)]

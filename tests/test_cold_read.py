@@ -623,6 +623,13 @@ def test_a_damaged_hot_file_is_read_from_the_cold_root_and_said(both, caplog, ar
     assert read.fetched_bytes["cold"] > 0
 
 
+def test_a_damaged_hot_file_beside_what_is_only_hot(both):
+    fresh = record(both.sp, "fresh")
+    wanted = [*both.wanted, *both.sp.read(fresh)]
+    spoil(both.shard("token_ids"), flipped(4 * 600))
+    assert_same(both.sp.read([*both.refs, *fresh]), wanted)
+
+
 def test_a_file_damaged_in_both_tiers_names_the_hot_one(both):
     spoil(both.shard("token_ids"), flipped(4 * 600))
     damage(both, "token_ids", lambda data: flipped(raw_index_bytes(data) + 4 * 600)(data))

@@ -311,6 +311,22 @@ def test_entries_of_minus_one_stay_beside_references_without_them(sp, n_experts,
         restore(sp, refs, **target)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_row_of_a_last_token_is_the_same_beside_wider_routing(sp, order):
+    n = 40
+    for number, (n_experts, signed) in enumerate([(100, True), (512, False)]):
+        spec = spool.expert_field(spool.MoEShape(num_layers=4, num_experts=n_experts, topk=2), signed=signed)
+        s = sp.session(str(number), fields=[spec])
+        s.append(
+            prompt_token_ids=[1] * (n - 1), response_token_ids=[2], routed_experts=np.full((n - 1, 4, 2), [3, 4], "i4")
+        )
+        s.finalize()
+    packed = restore(sp, list(sp.segments())[::order], "packed")["routed_experts"]
+    expected = (np.arange(8) + (n - 1) * 8) % 512
+    for last in (n - 1, 2 * n - 1):
+        assert_array_equal(packed[last].reshape(-1), expected)
+
+
 def test_what_a_field_is_holds_what_each_reference_has(sp):
     def field(**more):
         return spool.FieldSpec(**{"name": "mine", "dtype": "int8", "align": "token", "train_dtype": "int32"} | more)

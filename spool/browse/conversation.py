@@ -10,11 +10,11 @@ from textual.binding import Binding, BindingType
 
 from spool.browse.lines import Lines, Piece
 from spool.browse.wrapping import n_lines, wrapped
-from spool.look.conversation import Place, occurrences, spelled
+from spool.look.conversation import Conversation, Place, occurrences, spelled
 from spool.look.text import one_line, short
 
 if TYPE_CHECKING:
-    from spool.look.conversation import Block, Conversation
+    from spool.look.conversation import Block
 
 PAGE_ROWS = 30
 """Rows of a text that are made at first."""
@@ -142,8 +142,7 @@ class ConversationView(Lines):
 
     def clear(self, why: str) -> None:
         """Show nothing, and say why."""
-        self._blocks, self._rows, self.empty = (), [], why
-        self.count(0, cursor=0, first=0)
+        self.show(Conversation([], 0, 0), "", why)
 
     def row(self, number: int) -> Iterable[Piece]:
         """Return a row."""

@@ -134,13 +134,14 @@ class Database:
             DamagedError, StorageError, CapacityError: as `ask`, and of feeding it.
         """
         for _ in range(FEEDINGS):
+            fed = self.fed  # before the question: another thread may feed this index while it is asked
             try:
                 found, asked = self.ask(lambda connection: (question(connection), _generation(connection)), apart=apart)
             except DamagedError:
                 if self.feed is None:
                     raise
             else:  # a connection does not go back: what it was of afterwards it was of before
-                if self.feed is None or self.fed in (None, asked):
+                if self.feed is None or fed in (None, asked):
                     return found, asked
             self.feed()
         raise StorageError(f"{self.path or 'the catalog in memory'} is made anew again and again; try again later")

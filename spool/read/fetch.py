@@ -102,7 +102,7 @@ class Batch:
 def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     """Read all of ``batch`` into its targets, each piece from the first tier that has its object.
 
-    Where what a tier has is damaged, all is read from the tiers after it, and said in the log.
+    Where what is there is damaged, all is read again with the first tier as the last one, and the log says so.
 
     Raises:
         IntegrityError: bytes are nowhere, or do not have the checksum they were written with.
@@ -111,14 +111,12 @@ def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     """
     try:
         _execute(batch, tiers, workers)
-    except AbsentError:
-        raise
     except IntegrityError as damage:
-        if len(tiers) == 1:
+        if isinstance(damage, AbsentError) or len(tiers) == 1:
             raise
         batch.parts.clear()
         try:
-            execute(batch, tiers[1:], workers)
+            _execute(batch, [*tiers[1:], tiers[0]], workers)
         except SpoolError as error:
             raise damage from error
         batch.damage.append(damage)

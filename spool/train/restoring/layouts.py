@@ -10,7 +10,7 @@ import numpy as np
 
 from spool.errors import InputError
 from spool.formats.arrays import Ragged
-from spool.model.fields import ROUTED_EXPERTS, FieldSpec
+from spool.model.fields import ROUTED_EXPERTS, FieldSpec, numpy_dtype
 from spool.train.restoring.gaps import consecutive, has_experts
 from spool.train.restoring.routed import check_whole
 from spool.train.restoring.tensors import jagged
@@ -284,6 +284,6 @@ def _with_last(
     if not len(places):
         return [part]
     last = np.zeros((1, *part.shape[1:]), part.dtype)
-    if has_experts(spec):
-        last[...] = consecutive(spec, rows[places[:1]], layers)
+    if has_experts(spec):  # of the batch: this part's own dtype may not hold them
+        last = consecutive(spec, rows[places[:1]], layers).astype(numpy_dtype(spec.dtype))
     return [part[: places[0]], last, part[places[0] :]]
