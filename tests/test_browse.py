@@ -505,6 +505,35 @@ async def test_a_text_is_found_in_what_is_folded_and_far_down(sp, spool_uri):
         assert "'nobody said' is nowhere" in at.text
 
 
+async def test_each_place_of_a_paragraph_is_found_on_its_row_from_the_cursor_on(sp, spool_uri):
+    words = " ".join(f"w{n} some error{n} here" for n in range(120)) + "\t漢字 " * 40 + "error120"
+    said = [{"role": "user", "content": f"old error {n}"} for n in range(100)]
+    new = [*said, {"role": "assistant", "content": words}]
+    s = sp.session("a")
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said)
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4], messages=new)
+    async with browsing(spool_uri, size=(100, 30)) as at:
+        await at.press("enter", "j")
+        view = at.screen.conversation
+
+        def rows(number):
+            return " ".join("".join(text for text, _ in row.pieces) for row in view._rows[number : number + 2])
+
+        await at.press("/")
+        await at.type("error")
+        await at.press("enter")
+        for number in range(121):
+            assert view._rows[view.cursor].has_found and re.search(rf"error{number}\b", rows(view.cursor)), number
+            await at.press("n")
+        assert "old error 0" in rows(view.cursor)
+        view.move_to(len(view._rows) - 4)
+        await at.press("N")
+        assert len(view._rows) - 30 < view.cursor < len(view._rows) - 4
+        await at.pilot.resize_terminal(30, 10)
+        await at.press("n", "N")
+        assert at.app.is_running
+
+
 async def test_a_step_that_is_withdrawn_leaves_nothing_to_look_for(sp, spool_uri):
     s = session(sp, "one", outcome=None)
     async with browsing(spool_uri) as at:
@@ -696,7 +725,7 @@ async def test_a_step_is_itself_whatever_other_sessions_are_called(sp, spool_uri
             (tokens,) = pq.read_table(f"{tmp_path}/out{number}")["token_ids"].to_pylist()
             assert tokens == [11, 11]
         await at.press("b")
-        assert "a@lineage/0" in at.text and "44" not in at.line("token_ids")
+        assert "BYTES OF a@lineage/0" in at.text and "rows 4..6" in at.line("token_ids  ")
         await at.press("q", "enter")
         assert "a@lineage/0" in at.lines[0] and "11" in at.part("#tokens")[1]
 

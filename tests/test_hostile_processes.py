@@ -20,6 +20,7 @@ from numpy.testing import assert_array_equal
 from tiers import record
 
 import spool
+from spool.logs.cold import ColdFeeder
 
 spawn = multiprocessing.get_context("spawn")
 fork = multiprocessing.get_context("fork")
@@ -267,3 +268,33 @@ def wait_for_child(pid, timeout_s=60.0):
         time.sleep(0.001)
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_fork_beside_a_look_at_the_cold_root_waits_for_no_time_to_be_up(sp, tmp_path, monkeypatch):
+    """Threads that fetch are begun under the lock of an index in memory: a fork must not hold what that waits for."""
+    cold = f"file://{tmp_path}/cold"
+    with spool.open(f"file://{tmp_path}/hot?spill={cold}&spill_when=pressure") as hot:
+        s = session(hot, "a")
+        add(s, [1], [2])
+        hot.publish(s.finalize(), timeout_s=60)
+    inside, fetched = threading.Event(), ColdFeeder._fetched
+
+    def slow(self, new):
+        inside.set()
+        time.sleep(0.5)
+        yield from fetched(self, new)
+
+    monkeypatch.setattr(ColdFeeder, "_fetched", slow)
+    with spool.open(cold) as there:
+        looked = []
+        looking = threading.Thread(target=lambda: looked.extend(there.sessions()))
+        looking.start()
+        inside.wait(30)
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert time.monotonic() - began < 20
+        os.waitpid(child, 0)
+        looking.join()
+        assert [row.session_id for row in looked] == ["a"]

@@ -22,9 +22,6 @@ PAGE_ROWS = 30
 MORE_ROWS = 300
 """Rows that are made in addition when more are asked for."""
 
-NEAR_ROWS = 3
-"""How far a row may be from where counting puts it."""
-
 EARLIER_BLOCKS = 60
 """Blocks of earlier messages that are shown before what a step adds; so many more when they are asked for."""
 
@@ -42,6 +39,8 @@ class _Row(NamedTuple):
     block: int
     pieces: tuple[Piece, ...]
     action: str = ""
+    start: int | None = None
+    """Place of its first character in the block's text; of a row that shows more, of the first one that is left."""
 
     @property
     def has_found(self) -> bool:
@@ -84,9 +83,11 @@ class ConversationView(Lines):
 
     @property
     def place(self) -> Place:
-        """Where the cursor is: at what was found last, or before the block under it."""
-        block = max(self._rows[self.cursor].block, 0) if self._rows else 0
-        return self._found if self._found is not None and self._found.block == block else Place(block, -1)
+        """Where the cursor is: at what was found last, or before its row."""
+        if self._found is not None and self._row_of(self._found) == self.cursor:
+            return self._found
+        row = next((row for row in self._rows[self.cursor :] if row.block >= 0), _Row(0, ()))
+        return Place(row.block, (row.start or 0) - 1)
 
     def look_for(self, text: str) -> None:
         """Set a text off wherever it stands."""
@@ -95,27 +96,31 @@ class ConversationView(Lines):
 
     def reveal_found(self, found: Place) -> None:
         """Unfold what holds a place, and set the cursor on it."""
-        block, at = found
         self._found = found
+        row = self._row_of(found)
+        if row is None or any(near.action == "more" for near in self._rows[row : row + 2]):  # it may go on there
+            self._make_room_for(found)
+            row = self._row_of(found)
+        if row is not None:
+            self.count(len(self._rows), cursor=row, first=max(row - self.room // 2, 0))
+
+    def _row_of(self, place: Place) -> int | None:
+        """Return the row where a place is, or that would show it; None where its block is folded or left out."""
+        before = (
+            number
+            for number, row in enumerate(self._rows)
+            if row.block == place.block and row.start is not None and row.start <= place.at
+        )
+        return max(before, default=None)
+
+    def _make_room_for(self, place: Place) -> None:
+        block, at = place
         self._shown = min(self._shown[0], block), max(self._shown[1], block + 1)
         if self._folds(block):
             self._open.add(block)
         before, _ = wrapped(spelled(self._blocks[block])[: at + 1], 0, self._width - 2, at + 1)
-        if len(before) > self._limits.get(block, PAGE_ROWS) - NEAR_ROWS:
-            self._limits[block] = len(before) + PAGE_ROWS
+        self._limits[block] = max(self._limits.get(block, 0), len(before) + PAGE_ROWS)
         self._make()
-        cursor = self._row_near(block, len(before))
-        self.count(len(self._rows), cursor=cursor, first=max(cursor - self.room // 2, 0))
-
-    def _row_near(self, block: int, n_before: int) -> int:
-        """Return the row of a block that has what was found, nearest behind so many of its rows.
-
-        Where a row breaks depends on what follows, so counting alone may miss it by a row or two.
-        """
-        rows = [number for number, row in enumerate(self._rows) if row.block == block]
-        about = rows[min(n_before, len(rows) - 1)]
-        near = [number for number in rows if abs(number - about) <= NEAR_ROWS and self._rows[number].has_found]
-        return min(near, key=lambda number: abs(number - about), default=about)
 
     def show(self, found: Conversation, adds: str, empty: str) -> None:
         """Show messages, from those on that are not in the conversation before.
@@ -258,12 +263,12 @@ class ConversationView(Lines):
         made, at = wrapped(text, 0, self._width - 2, limit)
         shade = "dim" if block.kind == "thought" or block.message < self._n_shared else ""
         for row in made:
-            yield _Row(number, (("  ", ""), *self._marked(row, shade)))
+            yield _Row(number, (("  ", ""), *self._marked(row.text, shade)), start=row.start)
         if at < len(text):
             left = (
                 f"{short(n := n_lines(text, at))} more line{'' if n == 1 else 's'}, {short(len(text) - at)} characters"
             )
-            yield _Row(number, ((f"  ▼ {left}", "accent"),), "more")
+            yield _Row(number, ((f"  ▼ {left}", "accent"),), "more", at)
 
     def _marked(self, row: str, shade: str) -> Iterable[Piece]:
         """Yield a row with what is looked for set off."""

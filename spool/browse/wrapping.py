@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
@@ -11,8 +14,20 @@ from spool.look.text import one_line
 TAB = "    "
 
 
-def wrapped(text: str, start: int, width: int, n_rows: int) -> tuple[list[str], int]:
-    """Return about ``n_rows`` rows of a text, safe to print, and where the rest begins.
+class Wrapped(NamedTuple):
+    """A row of a text.
+
+    Attributes:
+        text: as it is shown, safe to print.
+        start: place in the text of its first character.
+    """
+
+    text: str
+    start: int
+
+
+def wrapped(text: str, start: int, width: int, n_rows: int) -> tuple[list[Wrapped], int]:
+    """Return about ``n_rows`` rows of a text, and where the rest begins.
 
     No more of the text is looked at than the rows take. Where characters are shown as escapes there may be more rows.
 
@@ -22,20 +37,32 @@ def wrapped(text: str, start: int, width: int, n_rows: int) -> tuple[list[str], 
         width: cells of a row.
         n_rows: how many rows; 1 or more.
     """
-    rows: list[str] = []
+    rows: list[Wrapped] = []
     at, width = start, max(width, 1)
     while at < len(text) and len(rows) < n_rows:
         most = at + width * (n_rows - len(rows))
         end = text.find("\n", at, most + 1)
         stop = min(most, len(text)) if end < 0 else end
-        line = text[at:stop]
-        rows += folded(one_line((line[:-1] if end >= 0 and line.endswith("\r") else line).replace("\t", TAB)), width)
+        line = text[at : stop - 1 if end >= 0 and text.endswith("\r", at, stop) else stop]
+        shown = _shown(line)
+        ends = None if len(shown) == len(line) else list(accumulate(len(_shown(char)) for char in line))
+        for place, row in _folded(shown, width):
+            rows.append(Wrapped(row, at + (place if ends is None else bisect_right(ends, place))))
         at = stop if end < 0 else end + 1
     return rows, at
 
 
+def _shown(line: str) -> str:
+    return one_line(line.replace("\t", TAB))
+
+
 def folded(line: str, width: int) -> Iterator[str]:
     """Yield the rows of one line, broken at spaces where there are some."""
+    return (row for _, row in _folded(line, width))
+
+
+def _folded(line: str, width: int) -> Iterator[tuple[int, str]]:
+    """Yield the rows of one line, and where in it they begin."""
     if not line.isascii():
         yield from _folded_wide(line, width)
         return
@@ -44,12 +71,12 @@ def folded(line: str, width: int) -> Iterator[str]:
         cut = line.rfind(" ", at + 1, at + width + 1)
         if cut < 0 or not line[at:cut].strip():
             cut = at + width
-        yield line[at:cut]
+        yield at, line[at:cut]
         at = cut + (line[cut] == " ")
-    yield line[at:]
+    yield at, line[at:]
 
 
-def _folded_wide(line: str, width: int) -> Iterator[str]:
+def _folded_wide(line: str, width: int) -> Iterator[tuple[int, str]]:
     """Yield the rows of a line with characters that take no cell, or two."""
     sizes: dict[str, int] = {}
     start = used = 0
@@ -60,14 +87,14 @@ def _folded_wide(line: str, width: int) -> Iterator[str]:
             size = sizes[char] = cell_len(char)
         if used + size > width and at > start:
             cut = space if space > start else at
-            yield line[start:cut]
+            yield start, line[start:cut]
             start = cut + (cut == space)
             used = sum(sizes[kept] for kept in line[start:at])
             space = -1
         if char == " ":
             space = at
         used += size
-    yield line[start:]
+    yield start, line[start:]
 
 
 def n_lines(text: str, start: int = 0) -> int:

@@ -7,6 +7,7 @@ inherited connection is never touched again, not even to close it.
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  its lock is taken in a fork after these links', if it is known before
 import ctypes
 import os
 import threading

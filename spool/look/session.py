@@ -9,11 +9,11 @@ from msgspec import Struct
 from spool.catalog import SessionRow
 from spool.look.references import of_view
 from spool.look.tree import StepLook, TreeRow, step_looks, superseded_steps, tree_rows
+from spool.model.refs import SegmentRef
 from spool.rollout.views import View
 
 if TYPE_CHECKING:
     from spool.handle import Spool
-    from spool.model.refs import SegmentRef
 
 
 class SegmentLook(Struct, frozen=True, kw_only=True, gc=False):

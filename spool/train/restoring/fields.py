@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
 
-from spool.errors import InputError
+from spool.errors import ConfigError, InputError
 from spool.model.fields import ROUTED_EXPERTS, FieldSpec, expert_field, numpy_dtype
 from spool.model.moe import as_shape
 from spool.read.sample import Coverage
@@ -69,18 +68,22 @@ def agreed(found: Iterable[tuple[Ref, FieldSpec]], *, packed: bool) -> FieldSpec
             kinds.append((ref, spec))
     for one, other in combinations(kinds, 2):
         _check_alike(one, other, packed=packed)
-    return reduce(_held, [spec for _, spec in kinds]) if kinds else None
+    return _merged(kinds) if kinds else None
 
 
 def _check_alike(one: tuple[Ref, FieldSpec], other: tuple[Ref, FieldSpec], *, packed: bool) -> None:
     theirs, mine = _form(one[1], other[1], packed=packed), _form(other[1], one[1], packed=packed)
     if mine != theirs:
-        spec, refs = one[1], [name_of(one[0]), name_of(other[0])]
-        raise InputError(
-            f"{spec.name} has {_differing(theirs, mine)} in {refs[0]} and {_differing(mine, theirs)} in {refs[1]}: put "
-            "them in batches of their own (filter with where=), or leave it out (fields=)",
-            field=spec.name, refs=refs,
-        )  # fmt: skip
+        raise _unlike(one, _differing(theirs, mine), other, _differing(mine, theirs))
+
+
+def _unlike(one: tuple[Ref, FieldSpec], its: str, other: tuple[Ref, FieldSpec], others: str) -> InputError:
+    spec, refs = one[1], [name_of(one[0]), name_of(other[0])]
+    return InputError(
+        f"{spec.name} has {its} in {refs[0]} and {others} in {refs[1]}: put them in batches of their own (filter with "
+        "where=), or leave it out (fields=)",
+        field=spec.name, refs=refs,
+    )  # fmt: skip
 
 
 def _form(spec: FieldSpec, other: FieldSpec, *, packed: bool) -> dict[str, object]:
@@ -91,8 +94,6 @@ def _form(spec: FieldSpec, other: FieldSpec, *, packed: bool) -> dict[str, objec
     }  # fmt: skip
     if None not in (spec.missing, other.missing):
         form["missing"] = spec.missing
-    if _trained(spec) == _trained(other) and _stored(spec, other) is None:
-        form["stored dtype"] = spec.dtype
     return {**form, "positions": spec.positions} if packed else form
 
 
@@ -100,32 +101,32 @@ def _differing(form: dict[str, object], other: dict[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in form.items() if value != other[name])
 
 
-def _held(one: FieldSpec, other: FieldSpec) -> FieldSpec:
-    """Return a spec whose rows hold those of two that are alike."""
-    layers, shape = None, one.row_shape
-    if one.layers is not None and other.layers is not None:
-        layers = tuple(sorted({*one.layers, *other.layers}))
+def _merged(kinds: Sequence[tuple[Ref, FieldSpec]]) -> FieldSpec:
+    """Return a spec whose rows hold those of all, which are alike, in the narrowest dtype that does."""
+    specs = [spec for _, spec in kinds]
+    layers, shape = None, specs[0].row_shape
+    if all(spec.layers is not None for spec in specs):
+        layers = tuple(sorted({layer for spec in specs for layer in spec.layers or ()}))
         shape = (len(layers), *shape[1:])
-    return replace(
-        one,
-        dtype=_stored(one, other) or _trained(one),
-        shape=shape,
-        layers=layers,
-        bound=None if one.bound is None or other.bound is None else max(one.bound, other.bound),
-        missing=other.missing if one.missing is None else one.missing,
-        train_dtype=_trained(one),
-    )
-
-
-def _stored(one: FieldSpec, other: FieldSpec) -> str | None:
-    """Return the narrowest dtype that holds what two references store, and is trained like it; None if none does."""
-    stored, train = [numpy_dtype(spec.dtype) for spec in (one, other)], numpy_dtype(_trained(one))
-    wide = [train]
+    bounds = [spec.bound for spec in specs if spec.bound is not None]
+    stored, train = [numpy_dtype(spec.dtype) for spec in specs], _trained(specs[0])
+    wide = [numpy_dtype(train)]
     with suppress(TypeError):
-        wide.insert(0, np.promote_types(*stored))
-    bounded = train.kind in "iu" and None not in (one.bound, other.bound)
-    fitting = [dtype for dtype in wide if holds(train, dtype) or (bounded and dtype.kind in "iu")]
-    return next((dtype.name for dtype in fitting if all(holds(dtype, narrow) for narrow in stored)), None)
+        wide.insert(0, np.result_type(*sorted(set(stored), key=str)))
+    for dtype in wide:
+        if all(holds(dtype, narrow) for narrow in stored):
+            with suppress(ConfigError):  # it is not trained as it would have to be
+                return replace(
+                    specs[0],
+                    dtype=dtype.name,
+                    shape=shape,
+                    layers=layers,
+                    bound=max(bounds) if len(bounds) == len(specs) and dtype.kind in "iu" else None,
+                    missing=next((spec.missing for spec in specs if spec.missing is not None), None),
+                    train_dtype=train,
+                )
+    other = next(kind for kind in kinds if kind[1].dtype != specs[0].dtype)
+    raise _unlike(kinds[0], f"stored dtype {specs[0].dtype}", other, f"stored dtype {other[1].dtype}")
 
 
 def _trained(spec: FieldSpec) -> str:
