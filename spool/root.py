@@ -375,7 +375,8 @@ def _make_cold_identity(cold: Objects, root: str, hot: Identity | None) -> Ident
             raise IntegrityError(
                 f"{cold.url} holds a spool, but its spool.json is lost, and a new one would have another id, which "
                 "locks out the nodes that know it: `spool recover` on one of them restores it; else write it by hand, "
-                "the id stands in every reference and in spool.json of their hot roots",
+                "the id stands in every reference and in spool.json of their hot roots. Where what is there is no "
+                "spool's, take another prefix",
                 file=f"{cold.url}/spool.json",
             )
     if known is None:

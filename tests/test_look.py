@@ -208,8 +208,9 @@ def test_what_a_step_goes_on_with():
     ],
 )
 def test_wrapped_text_is_whole_and_fits(text, width):
-    rows, end = wrapped(text, 0, width, 100_000)
-    assert end == len(text)
+    made, end = wrapped(text, 0, width, 100_000)
+    rows, starts = [row.text for row in made], [row.start for row in made]
+    assert end == len(text) and starts == sorted(starts) and starts[:1] in ([0], [])
     assert all(cell_len(row) <= max(width, 2) for row in rows)
     assert all(char.isprintable() or char in "\u200d\u0301" for row in rows for char in row)
     shown = one_line(text.replace("\r\n", "\n").replace("\t", "    ").replace("\n", ""))
@@ -222,7 +223,7 @@ def test_wrapping_takes_pages_and_looks_at_no_more():
     while at < len(text):
         rows, at = wrapped(text, at, 40, 30)
         assert 1 <= len(rows) <= 31
-        seen += rows
+        seen += [row.text for row in rows]
     assert seen == text.split("\n")
 
     class Counted(str):
