@@ -506,7 +506,7 @@ async def test_a_text_is_found_in_what_is_folded_and_far_down(sp, spool_uri):
 
 
 async def test_each_place_of_a_paragraph_is_found_on_its_row_from_the_cursor_on(sp, spool_uri):
-    words = " ".join(f"w{n} some error{n} here" for n in range(120)) + "\t漢字 " * 40 + "error120"
+    words = " ".join(f"w{n} some error{n} here" for n in range(40)) + "\t漢字 " * 20 + "error40"
     said = [{"role": "user", "content": f"old error {n}"} for n in range(100)]
     new = [*said, {"role": "assistant", "content": words}]
     s = sp.session("a")
@@ -522,7 +522,7 @@ async def test_each_place_of_a_paragraph_is_found_on_its_row_from_the_cursor_on(
         await at.press("/")
         await at.type("error")
         await at.press("enter")
-        for number in range(121):
+        for number in range(41):
             assert view._rows[view.cursor].has_found and re.search(rf"error{number}\b", rows(view.cursor)), number
             await at.press("n")
         assert "old error 0" in rows(view.cursor)

@@ -546,7 +546,7 @@ def _feed_in(order, logs):
     return catalog
 
 
-@settings(max_examples=250)
+@settings(max_examples=125)
 @given(logs=_LOGS, order=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3)), max_size=14))
 def test_any_order_of_feeding_gives_the_same(logs, order):
     expected, got = _feed_in([], logs), _feed_in(order, logs)
@@ -1113,7 +1113,7 @@ def _assert_same(got, expected):
         assert got.attachments(name) == expected.attachments(name)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(packs=_PACKS, data=st.data())
 def test_what_is_forgotten_was_never_there(packs, data):
     verbs = [(verb, n) for n in range(len(packs)) for verb in ("feed", "forget")]

@@ -202,7 +202,7 @@ def test_values_of_a_ragged_field_have_shards_of_64_mi_rows(tmp_path):
     layered=st.booleans(),
     data=st.data(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_any_rows_and_layers_come_back_by_range(dtype, shape, chunk, more, codec, layered, data):
     spec = ArraySpec(name="x", dtype=dtype, shape=tuple(shape))
     plan = plan_of(spec, codec, chunk_rows=1 << chunk, shard_rows=1 << (chunk + more), layered=layered)

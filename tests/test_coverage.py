@@ -29,7 +29,7 @@ from spool.rollout.coverage import (
 
 PLAIN = FieldSpec(name="f", dtype="uint8", align="forward")
 RAGGED = FieldSpec(name="f", dtype="uint8", align="forward", ragged=True)
-quick = settings(max_examples=200, deadline=None)
+quick = settings(max_examples=100, deadline=None)
 
 ranges = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6)), max_size=8).map(
     lambda pairs: normalized(itertools.starmap(Range, pairs))

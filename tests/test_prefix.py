@@ -51,7 +51,7 @@ def test_the_digest_is_the_chain_of_block_hashes_that_the_format_says():
 placed = st.lists(st.tuples(st.integers(0, 11), st.sampled_from("kl"), st.integers(1, 2)), max_size=2)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     a=st.lists(st.integers(1, 2), max_size=12), b=st.lists(st.integers(1, 2), max_size=12),
     units=st.tuples(placed, placed),

@@ -212,7 +212,7 @@ def _oracle(uses, sessions, policy, now):
     return gone, kept
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(rows=_USES, sessions=st.dictionaries(st.sampled_from(_NAMES), _ENDS), policy=_POLICIES)
 def test_decisions_are_those_of_the_rules(rows, sessions, policy):
     now = 100.0

@@ -81,7 +81,7 @@ def append(draw, pair, seen, transaction):
 sessions = st.builds(
     Pair, prefer=st.sampled_from(["first", "last"]), trim=st.integers(0, 2), pack=st.sampled_from([3, 5, 1000])
 )
-soak = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+soak = settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture

@@ -285,7 +285,7 @@ def ids(batches):
     return [[ref.session_id for ref in batch.refs] for batch in batches]
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(SEGMENTS, RULES, st.integers(1, 4), st.data())
 def test_every_segment_comes_once_and_resuming_is_exact(segments, rules, world_size, data):
     dataset = FakeDataset(*([list(x) for x in zip(*segments, strict=True)] if segments else [[]]))

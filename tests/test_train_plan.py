@@ -76,7 +76,7 @@ def ranks_of(found):
 
 
 @given(planned())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_each_row_and_layer_is_on_exactly_one_rank(found):
     mesh = found.mesh
     n_layers = sum(mesh.stages)
@@ -187,7 +187,7 @@ REFERENCES = {"zigzag": zigzag_reference, "contiguous": contiguous_reference}
     st.sampled_from(["zigzag", "contiguous", "micro_batch"]),
     st.sampled_from(["packed", "padded"]),
 )
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_place_equals_padding_then_splitting_whole_arrays(items, mesh, split, layout):
     refs = [reference_of(item) for item in items]
     layout = "packed" if split == "micro_batch" else layout
@@ -254,7 +254,7 @@ def test_a_unit_may_be_cut_between_ranks():
 
 
 @given(sequences(longest=60), meshes(), st.integers(24, 160), st.sampled_from(["packed", "padded"]))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_no_micro_batch_exceeds_the_limit_but_those_of_one_long_sequence(items, mesh, limit, layout):
     found = plan(items, mesh, max_tokens=limit, layout=layout)
     for batch in (batch for batches in found.batches for batch in batches):
@@ -328,7 +328,7 @@ def longest_first(costs, n_bins):
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=200), st.integers(1, 16))
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_never_less_even_than_the_greedy(lengths, dp):
     found = plan(lengths, Mesh(dp=dp), n_micro=1)
     assert max(found.costs) <= max(longest_first(lengths, dp))

@@ -103,7 +103,7 @@ def record_turns(sp, drawn, first):
     return s.finalize() and s.view(gaps="keep", trailing="keep")
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(
     sessions=st.lists(turns, min_size=1, max_size=3),
     layout=st.sampled_from(["slime", "miles", "verl", "nested", "packed"]),
@@ -159,7 +159,7 @@ def check_packed(batch, refs, expected):
     assert batch["max_seqlen"] == max(ref.n_tokens for ref in refs)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     drawn=st.lists(turns, min_size=1, max_size=3),
     cp_size=st.integers(1, 4),

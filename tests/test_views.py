@@ -16,7 +16,7 @@ from spool.model.refs import Inline, SegmentRef, ref_from_json
 from spool.rollout.state import SessionState
 from spool.rollout.views import head, segments
 
-soak = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+soak = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 choices = st.fixed_dictionaries(
     {
         "train_shared_prefix": st.sampled_from(["first", "all"]),
