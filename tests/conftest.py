@@ -12,6 +12,9 @@ from hostile_s3 import HostileS3
 from hypothesis import HealthCheck, settings
 from s3_server import S3Server
 
+KINDS = ("file", "s3")
+"""A cold root is on a shared folder, or on S3."""
+
 SOAK = int(os.environ.get("SPOOL_SOAK", "1"))
 """How many times more the randomised tests try; 1 in CI."""
 
@@ -80,12 +83,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _has_turn(item):
-    spec = getattr(item, "callspec", None)
-    if spec is None or "cold" not in spec.params or "cold" not in item.fixturenames:
+    if item.get_closest_marker("takes_turns") is None:
         return True
-    others = sorted((name, str(value)) for name, value in spec.params.items() if name != "cold")
-    kinds = ("file", "s3")
-    return spec.params["cold"] == kinds[crc32(f"{item.originalname}{others}".encode()) % len(kinds)]
+    others = sorted((name, str(value)) for name, value in item.callspec.params.items() if name != "cold")
+    return item.callspec.params["cold"] == KINDS[crc32(f"{item.originalname}{others}".encode()) % len(KINDS)]
 
 
 @pytest.fixture(scope="session")
@@ -104,7 +105,7 @@ def s3_root(s3_server, monkeypatch):
     return f"s3://spool/{secrets.token_hex(4)}/root"
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.takes_turns) for kind in KINDS])
 def cold(request, tmp_path):
     """The URL of a cold root that does not exist yet: on a shared folder, or on the S3 server."""
     return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")

@@ -18,12 +18,6 @@ from spool.spiller.evict import evict
 from spool.stores.hot import HotStore
 
 
-@pytest.fixture(params=["file", "s3"])
-def cold(request, tmp_path):
-    """The URL of a cold root that does not exist yet."""
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
-
-
 def published(sp, *names):
     """Record sessions, each in a pack of its own, and publish them."""
     refs = []

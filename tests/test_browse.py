@@ -398,7 +398,7 @@ async def test_the_conversation_says_what_a_step_adds_with_calls_and_results_fol
         rule = next(number for number, line in enumerate(said) if "step 2 adds" in line)
         assert said[rule + 1].strip().startswith("▸ tool bash line 0 line 1") and said[rule + 1].endswith("500 lines")
         assert said[rule + 2 : rule + 4] == ["assistant", "  Second."]
-        await at.press("tab", "tab", "u")
+        await at.press("u")  # from the tree
         said = at.screen.conversation.text
         assert "▾ calls bash\n  command:\n  ls\n  cat x\n  timeout: 3\n" in said
         assert "▾ tool bash\n  line 0\n" in said and "line 29\n  ▼ 470 more lines" in said and "line 30" not in said
@@ -728,6 +728,24 @@ async def test_a_step_is_itself_whatever_other_sessions_are_called(sp, spool_uri
         assert "BYTES OF a@lineage/0" in at.text and "rows 4..6" in at.line("token_ids  ")
         await at.press("q", "enter")
         assert "a@lineage/0" in at.lines[0] and "11" in at.part("#tokens")[1]
+
+
+async def test_a_failure_is_told_whole_where_lines_are_short(many, spool_uri):
+    words = " ".join(f"word{n}" for n in range(30))
+    async with browsing(spool_uri) as at:
+        at.screen.fail(words)
+        await at.settle()
+        assert " ".join("".join(at.lines).split()).count("word") == 30 and "word29" in at.text
+        at.screen.say("well again")
+        await at.settle()
+        assert "well again" in at.lines[-2] and "word" not in at.text
+
+
+async def test_all_keys_at_the_foot_are_seen_in_80_columns(many, spool_uri):
+    async with browsing(spool_uri) as at:
+        for keys in ((), ("enter",), ("tab",), ("enter",), ("r",), ("b",)):
+            await at.press(*keys)
+            assert at.lines[-1].rstrip().endswith("q back"), at.text
 
 
 async def test_an_export_of_one_thing_is_told_in_the_singular(many, spool_uri, tmp_path):

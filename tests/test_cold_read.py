@@ -29,6 +29,7 @@ from spool.read import ranges, traffic
 from spool.read.indexes import Indexes
 from spool.read.plan import Piece
 from spool.read.sample import Ragged
+from spool.spiller.elect import is_running
 from spool.spiller.evict import evict
 from spool.stores.objects import open_objects
 from spool.write import stream as stream_module
@@ -621,6 +622,20 @@ def test_a_damaged_hot_file_is_read_from_the_cold_root_and_said(both, caplog, ar
     assert failed.file in (both.shard(array), None)
     (read,) = [event for event in both.told if isinstance(event, spool.observe.Read)][1:]
     assert read.fetched_bytes["cold"] > 0
+
+
+def test_a_hot_root_of_a_backup_with_less_of_a_pack_reads_what_was_published(open_node, url, tmp_path):
+    sp = open_node("hot")
+    refs = record(sp, "a", n_steps=1, final=False)
+    shutil.copytree(tmp_path / "hot", tmp_path / "backup", symlinks=True, ignore=shutil.ignore_patterns("catalog*"))
+    refs = [*refs, *record(sp, "b", n_response=9000)]
+    wanted = sp.read(refs)
+    sp.publish(refs, timeout_s=60)
+    sp.close()
+    wait_for(lambda: not is_running(sp.config.root), what="the spiller's end")
+    remove_root(sp.config.root)
+    (tmp_path / "backup").rename(tmp_path / "hot")
+    assert_same(open_node("hot").read(refs), wanted)
 
 
 def test_a_damaged_hot_file_beside_what_is_only_hot(both):

@@ -189,6 +189,8 @@ def test_segments_of_another_view_than_the_final_one_are_not_released(sp):
     assert sp.find_session("a").state == "final" and list(sp.sessions("n_released > 0")) == []
     sp.release(final)
     assert [row.session_id for row in sp.sessions("n_released = 1")] == ["a"]
+    sp.discard("a")
+    sp.release(timeline)  # nothing waits for it any more
 
 
 def test_a_release_of_an_unknown_session_is_refused(sp, tmp_path):

@@ -24,20 +24,8 @@ Piece = tuple[str, str]
 """Text that is safe to print, and the tone it is shown in: a name of `TONES`, or nothing for plain."""
 
 TONES = (
-    "dim",
-    "strong",
-    "good",
-    "bad",
-    "warn",
-    "accent",
-    "heading",
-    "system",
-    "user",
-    "assistant",
-    "tool",
-    "bar",
-    "found",
-)
+    "dim", "strong", "good", "bad", "warn", "accent", "heading", "system", "user", "assistant", "tool", "bar", "found",
+)  # fmt: skip
 
 
 class Lines(ScrollView, can_focus=True):

@@ -478,8 +478,8 @@ class Catalog:
         return self._of(session_id, query.releases_of, ())
 
     def final_view(self, session_id: str) -> str | None:
-        """Return the view that a session was finalised with; None where it was not, or is unknown."""
-        sql = "SELECT view FROM sessions WHERE session_id = ?"
+        """Return the view that a session was finalised with; None where it was not, was discarded, or is unknown."""
+        sql = "SELECT view FROM sessions WHERE session_id = ? AND discarded_at IS NULL"
         return next((view for (view,) in self._asked(lambda run: run(sql, (session_id,)))), None)
 
     def n_tagged(self, tag: str) -> int:
