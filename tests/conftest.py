@@ -58,6 +58,14 @@ def sp(open_spool):
     return open_spool()
 
 
+@pytest.fixture
+def by_hand(monkeypatch):
+    """No spiller is started: what is to be brought over a test brings over itself."""
+    from spool.spiller import elect
+
+    monkeypatch.setattr(elect, "start", lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def shared_sp(tmp_path_factory):
     """An open spool for all tests of a module that look at their own session only: name no session."""

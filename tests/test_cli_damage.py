@@ -411,7 +411,7 @@ def test_a_lost_identity_is_restored_from_the_streams(root):
     assert "spool.json" not in run("recover", root).err
 
 
-def test_a_lost_identity_is_restored_with_the_cold_root_that_packs_are_in(tmp_path):
+def test_a_lost_identity_is_restored_with_the_cold_root_that_packs_are_in(tmp_path, by_hand):
     root = tmp_path / "hot"
     with library.open(str(root)) as sp:
         record(sp, "a")
@@ -424,7 +424,7 @@ def test_a_lost_identity_is_restored_with_the_cold_root_that_packs_are_in(tmp_pa
     assert (after.id, after.tier, after.spill) == (before.id, "hot", f"file://{tmp_path}/cold")
 
 
-def test_where_the_cold_root_is_forgotten_that_is_said_and_no_pack_in_it_goes(tmp_path):
+def test_where_the_cold_root_is_forgotten_that_is_said_and_no_pack_in_it_goes(tmp_path, by_hand):
     """The markers of earlier versions do not name it."""
     root = tmp_path / "hot"
     with library.open(str(root)) as sp:

@@ -29,7 +29,6 @@ from spool.root import open_cold
 from spool.spiller import elect
 from spool.spiller.collect import Collector
 from spool.spiller.evict import evict
-from spool.spiller.keeper import Keeper
 from spool.spiller.rollup import OBJECTS_ROLLED, roll_up
 from spool.stores.objects import open_objects
 from spool.write import stream as stream_module
@@ -473,9 +472,8 @@ def test_a_spiller_whose_root_is_removed_ends(released, tmp_path):
 
 
 @pytest.fixture(params=["hot", "cold"])
-def quiet(request, tmp_path, monkeypatch):
+def quiet(request, tmp_path, by_hand):
     """The URI of a spool that nothing but the test spills or collects; where its packs are."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     cold = f"&spill=file://{tmp_path}/cold" if request.param == "cold" else ""
     return f"file://{tmp_path}/hot?retention=released&grace_s=0.001{cold}"
 

@@ -13,7 +13,6 @@ from spool.audit import cold as audit_cold
 from spool.logs.keys import gone_key, records_key
 from spool.read.valid import ListedRows
 from spool.spiller import claims
-from spool.spiller.keeper import Keeper
 from spool.spiller.status import read_status
 from spool.spiller.upload import Uploader
 from spool.stores.objects import open_objects
@@ -22,9 +21,8 @@ TWO = "two copies of one hot root are in use"
 
 
 @pytest.fixture(autouse=True)
-def spillers(monkeypatch):
+def spillers(by_hand):
     """Have spillers work only where a test says so."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -43,12 +43,6 @@ def uri(tmp_path, cold):
     return f"file://{tmp_path}/hot?spill={cold}&grace_s=0.001"
 
 
-@pytest.fixture
-def by_hand(monkeypatch):
-    """No process starts a spiller by itself."""
-    monkeypatch.setattr(elect, "start", lambda *_: None)
-
-
 def spill(uri, *, env=None, code=0):
     """Run a spiller until nothing needs it; return what it said."""
     done = subprocess.run(

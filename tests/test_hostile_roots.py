@@ -27,7 +27,6 @@ from spool.model.fields import Schema
 from spool.spiller import turns
 from spool.spiller.collect import bury
 from spool.spiller.evict import evict
-from spool.spiller.keeper import Keeper
 from spool.spiller.mend import unlisted
 from spool.spiller.rollup import OBJECTS_ROLLED
 from spool.spiller.status import read_status
@@ -272,7 +271,7 @@ def shared(request, cold):
 
 
 @pytest.fixture
-def copies(tmp_path, shared):
+def copies(tmp_path, shared, by_hand):
     """Two copies of one hot root with a pack of the same name in each: the original has a session more in it."""
     first, second = (f"file://{tmp_path}/{name}?spill={shared}&spill_when=pressure" for name in ("hot", "copy"))
     with spool.open(first) as sp:
@@ -483,9 +482,8 @@ def test_a_root_that_is_replaced_by_a_copy_and_its_copy_lose_nothing(tmp_path):
             assert not there.verify(deep=True).findings
 
 
-def test_another_spool_s_cold_root_is_not_taken_for_the_own_one(tmp_path, monkeypatch):
+def test_another_spool_s_cold_root_is_not_taken_for_the_own_one(tmp_path, by_hand):
     """Mounted for a while in its place, it is neither read into the index nor written to."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     uri = f"file://{tmp_path}/%s?spill=file://{tmp_path}/cold"
     for name, other in (("theirs", True), ("own", False)):
         with spool.open(uri % name) as sp:
@@ -533,9 +531,8 @@ def test_a_hot_root_that_is_moved_back_goes_on(tmp_path, monkeypatch):
         assert [ref.n_tokens for ref in s.finalize()] == [3]
 
 
-def test_documents_that_arrive_after_the_spiller_ended_are_put_again_by_hand(tmp_path, cold, monkeypatch):
+def test_documents_that_arrive_after_the_spiller_ended_are_put_again_by_hand(tmp_path, cold, by_hand):
     """One that lacks rows, and one that lists deleted ones; `verify` names both."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     uri = f"file://{tmp_path}/hot?spill=file://{cold}&spill_when=pressure&grace_s=0.001"
     with spool.open(uri) as sp:
         first = record(sp, "a")
@@ -564,8 +561,7 @@ def test_documents_that_arrive_after_the_spiller_ended_are_put_again_by_hand(tmp
         assert not sp.verify().findings
 
 
-def test_a_cold_root_that_is_not_mounted_has_lost_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+def test_a_cold_root_that_is_not_mounted_has_lost_nothing(tmp_path, by_hand):
     with spool.open(f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
         refs = record(sp, "a")
         sp.flush()
@@ -582,8 +578,7 @@ def test_a_cold_root_that_is_not_mounted_has_lost_nothing(tmp_path, monkeypatch)
         assert reader.read(refs)[0]["token_ids"].size
 
 
-def test_an_index_made_anew_after_an_evicted_pack_was_deleted_elsewhere_starts_sessions(tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+def test_an_index_made_anew_after_an_evicted_pack_was_deleted_elsewhere_starts_sessions(tmp_path, by_hand):
     cold = f"file://{tmp_path}/cold"
     with spool.open(f"file://{tmp_path}/hot?spill={cold}") as sp:
         refs = record(sp, "a")
@@ -620,9 +615,8 @@ def test_an_index_whose_header_is_of_no_sqlite_we_know_is_made_again(tmp_path, a
 
 
 @pytest.fixture
-def quiet(tmp_path, monkeypatch):
+def quiet(tmp_path, by_hand):
     """The URI of a spool with a cold root in a folder, and nothing at work but the test."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     return f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold"
 
 

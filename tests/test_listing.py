@@ -11,7 +11,6 @@ from tiers import record
 
 import spool
 from spool.errors import InputError
-from spool.spiller.keeper import Keeper
 
 ORDERS = ["number", "session_id", "group_id", "n_branches", "stored_bytes", "first_version", "last_version", "tier",
           "n_released", "reward", "n_tokens", "opened_at", "outcome", "attempt", "state"]  # fmt: skip
@@ -159,9 +158,8 @@ def test_groups_are_those_of_their_sessions(sp):
     assert [group.group_id for group in sp.groups("reward >= 1")] == [None, "a"]
 
 
-def test_tiers_are_those_of_the_packs(tmp_path, monkeypatch):
+def test_tiers_are_those_of_the_packs(tmp_path, by_hand):
     uri = f"file://{tmp_path}/hot?spill=file://{tmp_path}/cold"
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     with spool.open(uri) as sp:
         record(sp, "old", n_steps=1)
         sp.flush()

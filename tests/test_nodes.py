@@ -13,7 +13,6 @@ from tiers import record, remove_root, wait_for
 
 import spool
 from spool.model.refs import SegmentRef
-from spool.spiller.keeper import Keeper
 from spool.stores.objects import open_objects
 
 SESSIONS_A_WRITER = 3
@@ -187,8 +186,7 @@ def test_nodes_that_make_a_spool_at_once_agree_on_its_id(cold, tmp_path):
         assert {sp.spool_id} == ids
 
 
-def test_a_server_that_creates_once_gives_a_root_an_id_of_its_own(hostile, s3_root, tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
+def test_a_server_that_creates_once_gives_a_root_an_id_of_its_own(hostile, s3_root, tmp_path, by_hand):
     ids = made_at_once(s3_root, tmp_path)
     assert len(ids) == 1
     # emptied and made anew it is another spool, and the old hot root brings nothing over to it

@@ -120,7 +120,7 @@ def test_waiting_for_room_is_told(spool_uri, seen):
     assert waited[-1].seconds > 0.05
 
 
-def test_spilling_evicting_and_deleting_are_told_by_who_does_it(tmp_path, seen):
+def test_spilling_evicting_and_deleting_are_told_by_who_does_it(tmp_path, seen, by_hand):
     uri = f"file://{tmp_path}/hot?grace_s=0.001"
     with spool.open(uri) as sp:
         segments = record(sp, "a")
@@ -222,7 +222,7 @@ def test_metrics_count_what_happens(tmp_path):
         assert got[f"spool_{name}"] == value, name
 
 
-def test_a_watched_spool_is_asked_at_each_scrape(tmp_path):
+def test_a_watched_spool_is_asked_at_each_scrape(tmp_path, by_hand):
     registry = CollectorRegistry()
     observer = PrometheusObserver(registry)
     sp = spool.open(f"file://{tmp_path}/hot?hot_bytes=64MiB", observer=observer)

@@ -18,7 +18,6 @@ from tiers import wait_for
 import spool
 from spool.errors import CapacityError
 from spool.logs.room import Disk, want, wanted
-from spool.spiller.keeper import Keeper
 from spool.spiller.plan import Pressure, packs_to_spill, pressure
 from spool.spiller.status import read_status
 
@@ -301,9 +300,8 @@ def test_digests_tell_samples_apart():
     assert digest({"a": np.arange(3)}) != digest({"a": np.arange(3) + 1})
 
 
-def test_who_fills_the_tier_may_release_what_is_in_it(tmp_path, monkeypatch):
+def test_who_fills_the_tier_may_release_what_is_in_it(tmp_path, by_hand):
     """There is no room for another pack of the data; what is said needs little, and gives it back."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     uri = f"file://{tmp_path}/hot?hot_bytes=64MiB&append_timeout_s=0.5&retention=released"
     with spool.open(uri) as sp:
         refs, n = [], 0

@@ -201,7 +201,7 @@ def test_status_of_a_root_with_a_limit_says_where_eviction_begins(tmp_path):
     assert "evicts_above_bytes\t50331648" in shown and "state\tn_packs" in shown
 
 
-def test_fact_files_are_told_apart_from_packs(hot, cold):
+def test_fact_files_are_told_apart_from_packs(hot, cold, by_hand):
     with spool.open(f"{hot}?spill={cold}") as sp:
         sp.spill()
     with spool.open(cold) as trainer:

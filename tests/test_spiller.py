@@ -272,7 +272,7 @@ def test_one_spiller_comes_back_when_it_is_killed_and_ends_when_nobody_needs_it(
 
 
 @pytest.mark.parametrize("lost", ["token_ids/c/", "records/", "all"])
-def test_what_is_no_longer_in_the_cold_root_is_not_evicted_but_brought_over_again(tmp_path, lost):
+def test_what_is_no_longer_in_the_cold_root_is_not_evicted_but_brought_over_again(tmp_path, lost, by_hand):
     with spool.open(str(tmp_path / "hot")) as sp:
         refs = record(sp, "a")
         wanted = sp.read(refs)

@@ -212,7 +212,7 @@ def test_a_copy_of_a_hot_root_replaces_nothing(tmp_path):
         assert_same(there.read(segments), wanted)
 
 
-def test_a_cold_root_by_its_path_spills_nowhere(tmp_path):
+def test_a_cold_root_by_its_path_spills_nowhere(tmp_path, by_hand):
     with spool.open(f"{tmp_path}/hot?spill=file://{tmp_path}/cold") as sp:
         record(sp, "a")
         sp.flush()
@@ -224,9 +224,8 @@ def test_a_cold_root_by_its_path_spills_nowhere(tmp_path):
         assert [row.session_id for row in sp.sessions()] == ["a"]
 
 
-def test_a_lost_identity_of_the_cold_root_is_written_again(tmp_path, monkeypatch):
+def test_a_lost_identity_of_the_cold_root_is_written_again(tmp_path, by_hand):
     """At a hot root whose streams are in it; a root that is only not mounted is left alone."""
-    monkeypatch.setattr(Keeper, "keep_running", lambda *_, **__: None)
     hot, lost = f"{tmp_path}/hot", tmp_path / "cold/spool.json"
     with spool.open(f"{hot}?spill=file://{tmp_path}/cold") as sp:
         refs = record(sp, "a")

@@ -17,18 +17,11 @@ import spool
 from spool.formats.units import encode
 from spool.logs.units import Deletions
 from spool.model.units import unit_path
-from spool.spiller import elect
 from spool.spiller.units import UnitUploader
 from spool.stores.objects import open_objects
 from spool.stores.units import HotUnits
 
 SHORT = {"cold_deadline_s": 3, **QUICK}
-
-
-@pytest.fixture
-def by_hand(monkeypatch):
-    """No process starts a spiller by itself."""
-    monkeypatch.setattr(elect, "start", lambda *_: None)
 
 
 @pytest.fixture

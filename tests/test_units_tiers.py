@@ -44,12 +44,6 @@ def local_cold(tmp_path):
     return f"file://{tmp_path}/cold"
 
 
-@pytest.fixture
-def by_hand(monkeypatch):
-    """No process starts a spiller by itself."""
-    monkeypatch.setattr(elect, "start", lambda *_: None)
-
-
 # -- publishing --------------------------------------------------------------------------------------------------------
 
 
