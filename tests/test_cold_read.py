@@ -184,7 +184,7 @@ def reads(draw):
     }
 
 
-@settings(max_examples=120)
+@settings(max_examples=75)
 @given(asked=reads())
 def test_any_read_is_equal(world, asked):
     refs = [world.refs[number % len(world.refs)] for number in asked.pop("numbers")]

@@ -467,7 +467,7 @@ def check_rows(got, expected, layers):
 assert len(set(prefix_hashes(counting(600)).tolist())) == 600
 
 SpoolMachine.TestCase.settings = settings(
-    max_examples=30 * SOAK,
+    max_examples=20 * SOAK,
     stateful_step_count=25,
     phases=[Phase.explicit, Phase.generate] + [Phase.shrink] * (SOAK > 1),  # shrinking takes minutes: ask for it
     deadline=None,
