@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -643,6 +644,37 @@ def test_a_damaged_hot_file_beside_what_is_only_hot(both):
     wanted = [*both.wanted, *both.sp.read(fresh)]
     spoil(both.shard("token_ids"), flipped(4 * 600))
     assert_same(both.sp.read([*both.refs, *fresh]), wanted)
+
+
+def test_packs_that_are_damaged_each_in_another_tier_are_read_together(both):
+    """What is damaged of one in the hot root is sound in the cold one, and of the other it is the other way round."""
+    other = record(both.sp, "b", n_prompt=400, n_response=900)
+    wanted = [*both.wanted, *both.sp.read(other)]
+    known = {info.key for info in both.objects.list("streams/")}
+    both.sp.publish(other, timeout_s=60)
+    (key,) = [
+        info.key for info in both.objects.list("streams/") if "/token_ids/c/" in info.key and info.key not in known
+    ]
+    data = both.objects.get(key)
+    both.objects.put(key, bytes(flipped(raw_index_bytes(data) + 4 * 600)(bytearray(data))))
+    spoil(both.shard("token_ids"), flipped(4 * 600))
+    assert_same(both.sp.read([*both.refs, *other]), wanted)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-40], lambda data: b"", lambda data: bytes(len(data))],
+                         ids=["cut", "empty", "zeros"])  # fmt: skip
+def test_damaged_hot_records_are_read_from_the_cold_root(both, change, caplog):
+    wanted = both.sp.messages(both.sp.steps("a")[-1])
+    (path,) = Path(both.sp.config.root).glob("streams/*/records/0.arrow")
+    spoil(path, change)
+    with spool.open(f"{both.sp.config.root}?spill={both.url}", readonly=True) as sp:
+        assert sp.messages(sp.steps("a")[-1]) == wanted
+    assert str(path) in caplog.text and "from the cold root" in caplog.text
+    with spool.open(both.url) as there:
+        (key,) = [info.key for info in both.objects.list("streams/") if info.key.endswith("records/0.arrow")]
+        both.objects.delete([key])
+        with pytest.raises(IntegrityError, match="is lost"):
+            there.messages(there.steps("a")[-1])
 
 
 def test_a_file_damaged_in_both_tiers_names_the_hot_one(both):

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import sqlite3
 import time
 from pathlib import Path
 
@@ -215,16 +216,21 @@ def stream_of(sp):
 
 
 @pytest.mark.parametrize("key", ["format", "stream", "created", "schema", "layout"])
-def test_a_stream_whose_document_lacks_an_attribute_says_which_and_where(sp, cold, key):
-    (ref,) = record(sp, "a")
-    sp.publish([ref], timeout_s=60)
-    for root in (Path(sp.config.root), cold):
-        path = root / "streams" / stream_of(sp) / "zarr.json"
-        misspell(path, key)
-        location = str(root) if root != cold else f"file://{cold}"
+def test_a_stream_whose_document_lacks_an_attribute_says_which_and_where(sp, cold, key, caplog):
+    """It is read from the cold root, unless that one is damaged too."""
+    refs = record(sp, "a")
+    sp.publish(refs, timeout_s=60)
+    wanted = sp.read(refs)
+    hot, there = (root / "streams" / stream_of(sp) / "zarr.json" for root in (Path(sp.config.root), cold))
+    misspell(hot, key)
+    with spool.open(sp.config.root, readonly=True) as again:
+        assert_same(again.read(refs), wanted)
+        assert f"{hot} cannot be used" in caplog.text and f"went on with file://{there}" in caplog.text
+    misspell(there, key)
+    for path, location in ((hot, sp.config.root), (there, f"file://{cold}")):
         with spool.open(location, readonly=True) as again:
             with pytest.raises(spool.IntegrityError, match=rf"{path} cannot be used: .*spool:{key}"):
-                again.read(ref)
+                again.read(refs)
             found = [each for each in again.verify().findings if f"spool:{key}" in each.text]
             assert found and str(path) in found[0].text
 
@@ -851,6 +857,56 @@ def test_an_index_with_the_file_number_of_the_last_one_is_another_one(tmp_path, 
             path.unlink()
         Catalog.open(str(index)).close()
         assert len(list(sp.sessions())) == 2
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_an_index_that_is_made_anew_while_it_is_opened_is_not_the_one_that_was_opened(tmp_path, monkeypatch, nth):
+    """The n-th connection is to a file that is deleted by then, though another one is at its path."""
+    root, index = tmp_path / "hot", tmp_path / "hot/catalog.sqlite"
+    prepare, opened = files._prepare, []
+
+    def replaced(connection, path, file):
+        prepare(connection, path, file)
+        opened.append(path)
+        if len(opened) == nth:
+            for part in root.glob("catalog.sqlite*"):
+                part.unlink()
+            files.connect(str(index)).close()
+
+    with spool.open(str(root)) as sp:
+        record(sp, "a")
+        index.unlink()
+        monkeypatch.setattr(files, "_prepare", replaced)
+        assert [row.session_id for row in sp.sessions()] == ["a"]
+        record(sp, "b")
+        assert {row.session_id for row in sp.sessions()} == {"a", "b"} and sp.find_session("b")
+        assert len(opened) > nth
+
+
+def test_an_index_that_is_cut_to_nothing_under_its_processes_is_made_anew(tmp_path, monkeypatch):
+    """What is to make its tables waits for those who hold it as it was, but not for good."""
+    monkeypatch.setattr(files, "BLANK_S", 0.5)
+    root, index = tmp_path / "hot", tmp_path / "hot/catalog.sqlite"
+    with spool.open(str(root)) as sp:
+        record(sp, "a")
+        assert sp.find_session("a")
+        os.truncate(index, 0)
+        began = time.monotonic()
+        assert len(sp.listing()) == 1
+        with spool.open(str(root)) as other:
+            assert other.find_session("a")
+        assert time.monotonic() - began < 10
+        record(sp, "b")
+        assert sorted(row.session_id for row in sp.sessions()) == ["a", "b"]
+
+
+def test_an_index_that_lost_its_tables_is_made_anew(tmp_path):
+    with spool.open(str(tmp_path / "hot")) as sp:
+        record(sp, "a")
+        assert sp.find_session("a")
+        with contextlib.closing(sqlite3.connect(tmp_path / "hot/catalog.sqlite")) as another:
+            another.execute("DROP TABLE sessions")
+        assert sp.find_session("a")
 
 
 @pytest.mark.parametrize("how", ["deleted", "rebuilt"])

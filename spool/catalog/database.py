@@ -227,8 +227,9 @@ class Database:
                 link.close()
 
     def _connection(self, link: Link) -> apsw.Connection:
+        opened = link.connection if self.path is not None and not link.owner else None
         # 2 us, and the only way to learn that the file was deleted or moved aside by another process
-        if self.path is not None and not link.owner and files.identity(self.path) != link.identity:
+        if opened is not None and files.has_moved(opened):
             link.close()
         if link.connection is None:
             link.connection = files.connect(self.path or files.MEMORY)
@@ -243,7 +244,9 @@ class Database:
         except DamagedError as error:
             self.damage = error
             raise
-        except (apsw.CorruptError, apsw.NotADBError) as error:
+        except (apsw.CorruptError, apsw.NotADBError, apsw.SQLError) as error:
+            if isinstance(error, apsw.SQLError) and "no such table" not in str(error):
+                raise
             self.damage = DamagedError(f"{name} is damaged: {error}; it is made again", file=link.identity)
             raise self.damage from error
         except apsw.FullError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import struct
@@ -26,6 +27,9 @@ _OVERTAKEN = frozenset({apsw.SQLITE_IOERR_DELETE_NOENT, apsw.SQLITE_IOERR_SHORT_
 
 USED_S = 3.0
 """For so long other processes may have an index of another version open that only look at it."""
+
+BLANK_S = 5.0
+"""So long a file stays empty at most whose tables a process makes; then it was cut under those that use it."""
 
 CHECKED_BYTES = 4 << 20
 """Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
@@ -78,6 +82,13 @@ def identity(path: str) -> Identity | None:
     return found.st_dev, found.st_ino
 
 
+def has_moved(connection: apsw.Connection) -> bool:
+    """Return whether the file of a connection was deleted, moved or replaced: another one may be at its path."""
+    answer = ctypes.c_int(0)
+    connection.file_control("main", apsw.SQLITE_FCNTL_HAS_MOVED, ctypes.addressof(answer))
+    return bool(answer.value)
+
+
 def connect(path: str) -> apsw.Connection:
     """Open a database, made with its tables where the file is missing or empty.
 
@@ -98,16 +109,19 @@ def connect(path: str) -> apsw.Connection:
             raise DamagedError(f"{path} is a folder, not a catalog", file=file)
         connection = apsw.Connection(path)
         try:
-            return _prepare(connection, path, file)
+            _prepare(connection, path, file)
+            # one that was replaced meanwhile may have met the WAL of the other
+            if path == MEMORY or not has_moved(connection):
+                return connection
+            connection.close()
+            if time.monotonic() - began > BUSY_S:
+                raise StorageError(f"{path} is deleted and made anew again and again; try again later", path=path)
         except (apsw.BusyError, apsw.IOError) as error:
-            # the switch to WAL and the recovery after a crash do not always wait for the process that is at it
             full = connection.system_errno in NO_ROOM
             connection.close()
             if full:
                 raise apsw.FullError(str(error)) from error
-            if time.monotonic() - began > _patience_s(error):
-                raise
-            time.sleep(0.01)
+            _wait_after(error, time.monotonic() - began, path, file)
         except (apsw.NotADBError, apsw.CorruptError, apsw.SQLError, apsw.ReadOnlyError) as error:
             connection.close()
             if isinstance(error, apsw.ReadOnlyError) and not _is_of_later_version(path):
@@ -122,11 +136,19 @@ def connect(path: str) -> apsw.Connection:
             raise
 
 
-def _patience_s(error: apsw.Error) -> float:
-    """Return how long a database is opened again and again that cannot be opened because of an error."""
+def _wait_after(error: apsw.Error, waited_s: float, path: str, file: Identity | None) -> None:
+    """Wait before a database is opened again, or raise that this is of no use any more.
+
+    The switch to WAL and the recovery after a crash do not always wait for the process that is at it.
+    """
+    patience_s = OVERTAKEN_S if getattr(error, "extendedresult", 0) in _OVERTAKEN else 0.0
     if isinstance(error, apsw.BusyError):
-        return BUSY_S
-    return OVERTAKEN_S if getattr(error, "extendedresult", 0) in _OVERTAKEN else 0.0
+        patience_s = BUSY_S
+        if waited_s > BLANK_S and _is_cut(path):
+            raise DamagedError(f"{path} is empty, and processes use what it was", file=file) from error
+    if waited_s > patience_s:
+        raise error
+    time.sleep(0.01)
 
 
 def connect_readonly(path: str) -> apsw.Connection:
@@ -218,10 +240,18 @@ def _begin(path: str) -> None:
         locks.release(fd)
 
 
-def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> apsw.Connection:
+def _is_cut(path: str) -> bool:
+    try:
+        return not os.path.getsize(path)
+    except OSError:
+        return False
+
+
+def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> None:
     connection.set_busy_timeout(int(BUSY_S * 1000))
     connection.pragma("synchronous", "normal")
     if _is_blank(connection):
+        connection.set_busy_timeout(int(BLANK_S * 1000))
         connection.pragma("journal_mode", "wal")
         connection.execute("BEGIN IMMEDIATE")
         # looked at again: another process may have made the tables by now
@@ -231,8 +261,8 @@ def _prepare(connection: apsw.Connection, path: str, file: Identity | None) -> a
             connection.pragma("application_id", APPLICATION_ID)
             connection.pragma("user_version", VERSION)
         connection.execute("COMMIT")
+        connection.set_busy_timeout(int(BUSY_S * 1000))
     _check_version(connection, path, file)
-    return connection
 
 
 def _check_unused(path: str, file: Identity | None) -> None:

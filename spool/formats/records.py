@@ -175,7 +175,7 @@ def _checked(payload: Any, crc: Any) -> bytes:
 
 
 def _damaged(error: Exception | str) -> IntegrityError:
-    return IntegrityError(f"the records file is damaged: {error}; restore it from the cold tier")
+    return IntegrityError(f"the records file is damaged: {error}; restore it from a copy")
 
 
 def _row(payload: bytes) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from spool.catalog import Located, Place
-from spool.errors import IntegrityError, ReleasedError, StorageError
+from spool.errors import AbsentError, IntegrityError, NotFoundError, ReleasedError, SpoolError, StorageError
 from spool.formats import records
 from spool.formats.frames import decode_event, scan
 from spool.logs.packs import GoneMark, marker_path
@@ -15,6 +17,8 @@ from spool.logs.streams import log_path, records_path
 from spool.model.events import Event, Single, parts
 from spool.sizes import format_time
 from spool.stores.local import map_os_error
+
+log = logging.getLogger("spool.logs")
 
 _FIRST_BYTES = 64 << 10
 
@@ -34,7 +38,7 @@ def map_file(path: str) -> mmap.mmap:
     """
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
-            raise IntegrityError(f"{path} is empty; restore it from the cold tier", file=path)
+            raise IntegrityError(f"{path} is empty; restore it from a copy", file=path)
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -60,7 +64,7 @@ def read_events(root: str, places: Sequence[Place], cold_records: ColdRecords, g
         wanted = [places[number] for number in numbers]
         whole = _from_log(log_path(root, stream, pack), wanted)
         if whole is None:
-            whole = _from_records(records_path(root, stream, pack), wanted)
+            whole = _from_records(records_path(root, stream, pack), wanted, partial(cold_records, stream, pack))
         if whole is None:
             whole = _from_cold(root, stream, pack, wanted, cold_records, gone)
         found.update(zip(numbers, map(_inner, whole, wanted), strict=True))
@@ -111,15 +115,24 @@ def _payload_at(fd: int, path: str, offset: int) -> bytes:
         n_bytes *= 4
 
 
-def _from_records(path: str, places: Sequence[Place]) -> list[Event] | None:
-    """Read from the sealed records; None where they are not in the hot root."""
+def _from_records(path: str, places: Sequence[Place], cold: Callable[[], bytes | None]) -> list[Event] | None:
+    """Read from the sealed records, from their copy where they are damaged; None where they are not in the hot root."""
     try:
-        buffer = map_file(path)
+        return _decode(map_file(path), path, places)
     except FileNotFoundError:
         return None
+    except IntegrityError as damage:
+        try:
+            data = cold()
+            if data is None:
+                raise
+            found = _decode(data, "the copy in the cold root", places)
+        except SpoolError as error:
+            raise damage from error
+        log.warning("%s; it was read from the cold root", damage)
+        return found
     except OSError as error:
         raise map_os_error(error, what="read", path=path) from error
-    return _decode(buffer, path, places)
 
 
 def _from_cold(
@@ -132,7 +145,10 @@ def _from_cold(
         raise ReleasedError(
             f"{where} was {mark.reason or 'released or discarded'} and deleted{at}", stream=stream, pack=pack
         )
-    data = cold_records(stream, pack)
+    try:
+        data = cold_records(stream, pack)
+    except NotFoundError as error:
+        raise AbsentError(f"{where} is lost: {error}; restore it from a copy", stream=stream, pack=pack) from error
     if data is not None:
         return _decode(data, f"the records of {where} in the cold root", places)
     if os.path.exists(marker_path(root, stream, pack, "cold")):
@@ -144,9 +160,12 @@ def _from_cold(
 
 
 def _decode(buffer: bytes | mmap.mmap, path: str, places: Sequence[Place]) -> list[Event]:
-    if len(places) == 1:
-        return [decode_event(records.one(buffer, places[0].seq))]
-    payloads = records.decode(buffer)
+    try:
+        if len(places) == 1:
+            return [decode_event(records.one(buffer, places[0].seq))]
+        payloads = records.decode(buffer)
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}", file=path) from error
     if max(place.seq for place in places) >= len(payloads):
         raise IntegrityError(
             f"{path} has {len(payloads)} events, the catalog knows more; rebuild the catalog", file=path

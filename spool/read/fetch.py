@@ -102,7 +102,7 @@ class Batch:
 def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     """Read all of ``batch`` into its targets, each piece from the first tier that has its object.
 
-    Where what is there is damaged, all is read again with the first tier as the last one, and the log says so.
+    Where what is there is damaged, that object is read with the first tier as the last one, and the log says so.
 
     Raises:
         IntegrityError: bytes are nowhere, or do not have the checksum they were written with.
@@ -110,21 +110,36 @@ def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
         StorageError: a tier failed.
     """
     try:
-        _execute(batch, tiers, workers)
+        _execute(batch, batch.pieces, tiers, workers)
     except IntegrityError as damage:
         if isinstance(damage, AbsentError) or len(tiers) == 1:
             raise
-        batch.parts.clear()
+        objects: dict[str, list[Piece]] = {}
+        for piece in batch.pieces:
+            objects.setdefault(piece.key, []).append(piece)
+        workers.each(lambda pieces: _execute_around(batch, pieces, tiers, workers), list(objects.values()))
+
+
+def _execute_around(batch: Batch, pieces: Sequence[Piece], tiers: Sequence[Tier], workers: Workers) -> None:
+    """Read the pieces of one object, which is damaged in some tier, perhaps."""
+    try:
+        _execute(batch, pieces, tiers, workers)
+    except IntegrityError as damage:
+        if isinstance(damage, AbsentError):
+            raise
         try:
-            _execute(batch, [*tiers[1:], tiers[0]], workers)
+            _execute(batch, pieces, [*tiers[1:], tiers[0]], workers)
         except SpoolError as error:
             raise damage from error
         batch.damage.append(damage)
         log.warning("%s; this read went on from %s", damage, tiers[1].path(""))
 
 
-def _execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
-    left: Sequence[Piece] = batch.pieces
+def _execute(batch: Batch, pieces: Sequence[Piece], tiers: Sequence[Tier], workers: Workers) -> None:
+    checks = {piece.check for piece in pieces if piece.check >= 0}
+    for number in checks:
+        batch.parts.pop(number, None)
+    left = pieces
     for tier in tiers:
         left = tier.bring(left, batch, workers)
         if not left:
@@ -134,8 +149,8 @@ def _execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
             piece, source = left[0], batch.sources[left[0].key]
             row = source.pack_of(piece.key) * source.shard_rows + piece.offset // source.row_bytes
             raise lost(source, row, piece.length // source.row_bytes, tiers)
-    for number, parts in batch.parts.items():
-        compare(batch.checks[number], total(parts), tiers[0])
+    for number in checks & batch.parts.keys():
+        compare(batch.checks[number], total(batch.parts[number]), tiers[0])
 
 
 def spread(pieces: Iterable[Piece], offset: int, data: NDArray[np.uint8], batch: Batch, tier: Tier) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from spool.arguments import one_of
-from spool.errors import AbsentError, InputError
+from spool.errors import AbsentError, InputError, IntegrityError, SpoolError
 from spool.formats.shard import group_key, parse_group
-from spool.model.fields import ROUTED_EXPERTS, FieldSpec, Schema
+from spool.model.fields import ROUTED_EXPERTS, FieldSpec, Layout, Schema
 from spool.model.rows import MOST
 from spool.read import inline
 from spool.read.assemble import Array, Missing, Target, check_missing, check_out, fill, span_mask
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ByteRange", "DtypeChoice", "Reader"]
 
+log = logging.getLogger("spool.read")
+
 DtypeChoice = Literal["train", "stored"]
 Out = Mapping[str, Array]
 
@@ -48,7 +51,7 @@ class Reader:
 
     def __init__(self, tiers: Sequence[Tier], *, threads: int | None = None, reuse_bytes: int = 0) -> None:
         self._tiers = tiers
-        self._streams = Streams(self._document)
+        self._streams = Streams(self._group)
         self._workers = Workers(threads)
         self._memory = Memory(reuse_bytes)
 
@@ -157,7 +160,7 @@ class Reader:
 
     def schema(self, stream: str) -> Schema:
         """Return the fields of a stream."""
-        return parse_group(*self._document(group_key(stream)))[0]
+        return self._group(stream)[0]
 
     def locate(
         self,
@@ -199,12 +202,27 @@ class Reader:
                 return ranges
         raise lost(source, run.row, run.n, self._tiers)
 
-    def _document(self, key: str) -> tuple[bytes, str]:
-        """Return a document, and where it was found."""
+    def _group(self, stream: str) -> tuple[Schema, Layout]:
+        """Return the fields and the layout of a stream, from the first tier whose document of it is sound."""
+        key, damage = group_key(stream), list[IntegrityError]()
         for tier in self._tiers:
-            data = tier.read(key)
-            if data is not None:
-                return data, tier.path(key)
+            try:
+                data = tier.read(key)
+                if data is None:
+                    continue
+                found = parse_group(data, tier.path(key))
+            except IntegrityError as error:
+                damage.append(error)
+            except SpoolError as error:
+                if damage:
+                    raise damage[0] from error
+                raise
+            else:
+                for before in damage:
+                    log.warning("%s; this read went on with %s", before, tier.path(key))
+                return found
+        if damage:
+            raise damage[0]
         for tier in self._tiers:
             tier.check()
         raise AbsentError(

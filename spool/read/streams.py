@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from spool.errors import InputError, IntegrityError
-from spool.formats.shard import group_key, parse_group, shard_key
+from spool.formats.shard import shard_key
 from spool.model.fields import ArraySpec, FieldSpec, Layout, Schema, numpy_dtype
 
 if TYPE_CHECKING:
@@ -110,10 +110,10 @@ class Streams:
     """The streams' schemas. A schema is frozen, so it is read once; safe to use from many threads.
 
     Args:
-        read: returns a whole object, and where it was found.
+        read: returns the fields of a stream, and how its arrays are laid out.
     """
 
-    def __init__(self, read: Callable[[str], tuple[bytes, str]]) -> None:
+    def __init__(self, read: Callable[[str], tuple[Schema, Layout]]) -> None:
         self._read = read
         self._streams: dict[str, dict[str, FieldView]] = {}
         self._merged: dict[tuple[str, tuple[str, ...]], FieldView] = {}
@@ -124,8 +124,7 @@ class Streams:
         if known is None:
             if not _STREAM.fullmatch(stream):
                 raise IntegrityError(f"{stream!r} names no stream; the reference is damaged", stream=stream)
-            schema, layout = parse_group(*self._read(group_key(stream)))
-            known = self._streams[stream] = _views(stream, schema, layout)
+            known = self._streams[stream] = _views(stream, *self._read(stream))
         return known
 
     def field(self, name: str, extents: Iterable[Extent]) -> FieldView:
