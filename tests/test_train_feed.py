@@ -956,6 +956,16 @@ def test_the_reader_says_that_it_lives_and_what_it_waits_for():
     assert len(second.link.sent) == n_sent
 
 
+def test_who_comes_back_to_a_feed_that_is_about_to_end_is_told_that_it_left():
+    group = Group(1, 2)
+    group.join(first := Rank(0, 50, Ends()))
+    with pytest.raises(RankError, match=r"process 50.* takes part .* give each job a name"):
+        group.join(Rank(0, 51, Ends()))
+    group.leave(first)
+    with pytest.raises(RankError, match=r"process 50.* has left this feed, .*: connect anew"):
+        group.join(Rank(0, 50, Ends()))
+
+
 def test_requests_that_fail_are_in_the_pulse_until_a_read_succeeds():
     reader = Reorganiser(None, None, Settings(uri="", n_ranks=1))
     rank = Rank(0, 7, Ends())

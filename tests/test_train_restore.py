@@ -22,6 +22,7 @@ from spool.formats.arrays import Ragged
 from spool.train import LazyRouting, RankSlice, restore, select, staleness, token_versions, version_order
 from spool.train.restoring import tensors
 from spool.train.restoring.fields import agreed
+from spool.train.restoring.versions import named
 
 ABSENT = 77_777
 LISTS = {"slime": ("tokens", "loss_masks", "rollout_log_probs", "rollout_routed_experts")}
@@ -921,8 +922,9 @@ def test_a_version_that_is_named_twice_is_refused(sp):
 
 def test_the_current_version_is_any_integer_that_can_be_written_out(sp):
     ref = versioned(sp, ("1", 0, 1), ("2", 1, 2))
-    for version in (3, "3", np.int64(3), np.uint8(3)):
+    for version in (3, "3", np.int64(3), np.uint8(3), np.str_("3")):
         assert restore(sp, [ref], version=version, fields=["staleness"])["staleness"][0].tolist() == [2, 1]
+    assert [type(name) for name in named(["2", np.str_("3")])] == [str, str]  # they go to other processes
     with pytest.raises(spool.InputError, match="version= is an integer that Python does not write out"):
         restore(sp, [ref], version=10**5000)
 

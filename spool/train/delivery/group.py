@@ -111,9 +111,12 @@ class Group:
                     f"{rank} is one more than the {self.n_ranks} ranks that were to share this feed, tp={self.came}: "
                     "say how many are on this node (connect(n_ranks=))"
                 )
-            if rank.tp in self._ranks:
+            known = self._ranks.get(rank.tp)
+            if known is not None and known.gone:
+                raise RankError(f"{known} has left this feed, which is about to end: connect anew in a second or two")
+            if known is not None:
                 raise RankError(
-                    f"{self._ranks[rank.tp]} takes part in this feed already, and {rank} wants its place: give "
+                    f"{known} takes part in this feed already, and {rank} wants its place: give "
                     "each job a name of its own (connect(name=))"
                 )
             self._ranks[rank.tp], self._came = rank, True

@@ -93,7 +93,8 @@ def restore(
         drop: segments to leave out, by outcome, or as ``superseded``, ``nonfinite`` (log probabilities) or
             ``untrained``: those of which no token can train (``trainable_tokens`` is 0).
         max_staleness: segments to leave out too: whose oldest weights are further behind ``version``.
-        lazy: routing is a `LazyRouting` that reads a layer when asked.
+        lazy: routing is a `LazyRouting` that reads a layer when asked; rows that are missing are consecutive experts
+            in it, in all layouts.
         verify: as in `Spool.read`.
 
     Raises:

@@ -94,11 +94,13 @@ def named(version: object) -> str | tuple[str, ...] | None:
     Raises:
         InputError: it is neither, or names a version twice.
     """
-    if version is None or isinstance(version, str):
-        return version
+    if version is None:
+        return None
+    if isinstance(version, str):
+        return str(version)  # of numpy's texts, too, a plain one
     if isinstance(version, Integral) and not isinstance(version, bool):
         return _digits(int(version))
-    names = tuple(listed("version", version, str, _WANTED))
+    names = tuple(map(str, listed("version", version, str, _WANTED)))
     if not names:
         raise refused("version", _WANTED, version)
     ((twice, times),) = Counter(names).most_common(1)
