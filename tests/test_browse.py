@@ -567,6 +567,93 @@ async def test_a_text_is_found_in_parts_that_are_not_shown_yet(sp, spool_uri):
         assert "end 850" in at.part("#conversation")[view.cursor - view.first]
 
 
+async def look_for(at, text):
+    """Look for a text, and return the row that the cursor is on then."""
+    await at.press("/")
+    await at.type(text)
+    await at.press("enter")
+    view = at.screen.conversation
+    return "".join(text for text, _ in view._rows[view.cursor].pieces).strip()
+
+
+@pytest.mark.parametrize("n", [60, 300])
+async def test_a_text_behind_joined_emoji_and_escapes_is_found_on_its_row(sp, spool_uri, n):
+    s = sp.session("one")
+    line = "\t" + "👨‍👩‍👧 word " * n + "needle " + "more text " * 200
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=[{"role": "user", "content": line}])
+    async with browsing(spool_uri, size=(100, 24)) as at:
+        await at.press("enter")
+        assert "needle" in await look_for(at, "NEEDLE")
+        view = at.screen.conversation
+        assert ("needle", "found") in view._rows[view.cursor].pieces and "needle" in "\n".join(at.part("#conversation"))
+
+
+async def test_only_what_was_recorded_is_set_off_not_how_it_is_shown(sp, spool_uri):
+    s = sp.session("one")
+    said = [{"role": "user", "content": "red \x1b[31m here"}, {"role": "user", "content": "a\tb " + "x" * 50 + " x1b"}]
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said[:1])
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4], messages=said)
+    async with browsing(spool_uri) as at:
+        await at.press("enter")
+        await look_for(at, "x1b")
+        view = at.screen.conversation
+        assert "'x1b' is nowhere in this conversation" in at.text and "\\x1b[31m" in view.text
+        assert not any(row.has_found for row in view._rows)
+        await look_for(at, "[31m")
+        assert ("[31m", "found") in view._rows[view.cursor].pieces
+        await at.press("shift+tab", "shift+tab", "j")
+        assert "x1b" in await look_for(at, "x1b") and view._rows[view.cursor].has_found
+        assert sum(row.has_found for row in view._rows) == 1
+
+
+async def test_what_is_found_in_a_long_text_is_shown_with_few_rows_and_the_way_up(sp, spool_uri, monkeypatch):
+    lines = [f"row {number}" for number in range(400_000)]
+    said = [{"role": "user", "content": "first"}] * 2000
+    s = sp.session("one")
+    s.append(prompt_token_ids=[1], response_token_ids=[2], messages=said)
+    long = {"role": "user", "content": "\n".join([*lines, "needle"])}
+    s.append(prompt_token_ids=[1, 2, 3], response_token_ids=[4], messages=[*said, long])
+    made = []
+    wrapped = spool.browse.conversation.wrapped
+    monkeypatch.setattr(
+        spool.browse.conversation, "wrapped", lambda *args: (made.append(1) or row for row in wrapped(*args))
+    )
+    async with browsing(spool_uri, size=(100, 24)) as at:
+        await at.press("enter", "j")
+        view = at.screen.conversation
+        assert await look_for(at, "needle") == "needle"
+        assert "▲ 400K earlier lines, " in view.text and "▼" not in view.text
+        await at.press("u", "n")
+        await at.pilot.resize_terminal(60, 20)
+        await at.settle()
+        assert view.n_rows < 300 and len(made) < 3000
+        assert "needle" in "".join(text for text, _ in view._rows[view.cursor].pieces)
+
+        def rows():
+            shown = ("".join(text for text, _ in row.pieces).strip() for row in view._rows)
+            return [row for row in shown if row.startswith("row ")]
+
+        assert rows() == lines[-30:]
+        view.move_to(view.cursor - 30)
+        assert rows() == lines[-30:] and view._rows[view.cursor].pieces[1][0] == lines[-30]
+        await at.press("k")
+        assert rows() == lines[-330:] and view._rows[view.cursor].pieces[1][0] == lines[-31]
+        for _ in range(20):
+            await at.pilot.press("pageup")
+        await at.settle()
+        here = int(view._rows[view.cursor].pieces[1][0].split()[1])
+        assert here == 399_969 - 20 * (view.room - 1)
+        assert rows() == lines[-len(rows()) :] and len(rows()) < 1000
+        before = next(number for number, row in enumerate(view._rows) if row.action == "before")
+        view.move_to(before)
+        n = len(rows())
+        await at.press("enter")
+        assert rows() == lines[-n - 300 :] and view._rows[view.cursor].pieces[1][0] == lines[-n - 1]
+        await look_for(at, "row 200000")
+        assert rows() == lines[199_970:200_030] and "▼" in view.text
+        assert await look_for(at, "first") == "first" and view.n_rows < 1000
+
+
 # -- hostile content --------------------------------------------------------------------------------------------------
 
 NASTY = (

@@ -8,13 +8,13 @@ from browsing import session, tree
 from rich.cells import cell_len
 
 from spool.browse.filters import read_typed
-from spool.browse.wrapping import wrapped
+from spool.browse.wrapping import TAB, place_after, place_before, wrapped
 from spool.errors import NotFoundError
 from spool.look.conversation import Block, blocks, n_shared, spelled, step_before
 from spool.look.places import FieldPlace, fetched_bytes, places
 from spool.look.references import find, named
 from spool.look.session import look_at
-from spool.look.text import ago, one_line, safe_text, short, shortened
+from spool.look.text import ago, each_shown, one_line, safe_text, short, shortened
 from spool.look.tree import StepLook, glyph, rails, tree_rows
 from spool.model.refs import StepRef
 
@@ -208,24 +208,45 @@ def test_what_a_step_goes_on_with():
     ],
 )
 def test_wrapped_text_is_whole_and_fits(text, width):
-    made, end = wrapped(text, 0, width, 100_000)
+    made = list(wrapped(text, 0, len(text), width))
     rows, starts = [row.text for row in made], [row.start for row in made]
-    assert end == len(text) and starts == sorted(starts) and starts[:1] in ([0], [])
+    assert starts == sorted(starts) and starts[:1] in ([0], [])
     assert all(cell_len(row) <= max(width, 2) for row in rows)
     assert all(char.isprintable() or char in "\u200d\u0301" for row in rows for char in row)
     shown = one_line(text.replace("\r\n", "\n").replace("\t", "    ").replace("\n", ""))
     assert "".join(rows).replace(" ", "") == shown.replace(" ", "")
 
 
-def test_wrapping_takes_pages_and_looks_at_no_more():
-    text = "\n".join(f"line {number}" for number in range(1000))
-    at, seen = 0, []
-    while at < len(text):
-        rows, at = wrapped(text, at, 40, 30)
-        assert 1 <= len(rows) <= 31
-        seen += [row.text for row in rows]
-    assert seen == text.split("\n")
+@pytest.mark.parametrize("width", [1, 7, 60])
+@pytest.mark.parametrize(
+    "text",
+    ["\t" + "👨‍👩‍👧 word " * 60 + "end", "a\u200db\x1b[0m\t👩‍💻\ud800 " * 40 + "\r\n\t日本 tail", "plain words\n" * 30],
+)
+def test_each_character_of_a_row_has_the_place_of_what_it_shows(text, width):
+    shown = each_shown(text)
+    for row in wrapped(text, 0, len(text), width):
+        assert len(row.places) == len(row.text) and [row.start, *row.places] == sorted([row.start, *row.places])
+        assert row.start == row.places[0] if row.text else "\n" in text[row.start - 1 : row.start + 1]
+        for char, place in zip(row.text, row.places, strict=True):
+            assert char in (TAB if text[place] == "\t" else shown[place])
 
+
+def test_pages_of_a_text_are_found_in_both_directions():
+    text = "\n".join(f"line {number}" for number in range(1000))
+    at, seen, edges = 0, [], [0]
+    while at < len(text):
+        begin, at = at, place_after(text, at, 40, 30)
+        rows = list(wrapped(text, begin, at, 40))
+        assert 1 <= len(rows) <= 30
+        seen += [row.text for row in rows]
+        edges.append(at)
+    assert seen == text.split("\n")
+    assert [place_before(text, at, 40, 30) for at in edges[1:-1]] == edges[:-2]
+    assert place_before(text, 0, 40, 30) == 0 and place_after(text, len(text), 40, 30) == len(text)
+
+
+@pytest.mark.parametrize("width", [0, 1, 80])
+def test_no_more_of_a_text_is_looked_at_than_is_shown(width):
     class Counted(str):
         taken = 0
 
@@ -234,8 +255,14 @@ def test_wrapping_takes_pages_and_looks_at_no_more():
             Counted.taken += len(part)
             return part
 
-    rows, _ = wrapped(Counted("x" * 10_000_000), 0, 80, 30)
-    assert len(rows) == 30 and Counted.taken <= 80 * 31
+    for text in (Counted("x" * 10_000_000), Counted("word " * 1_000_000), Counted("\n" * 1_000_000)):
+        middle = len(text) // 2
+        start, stop = place_before(text, middle, width, 30), place_after(text, middle, width, 30)
+        assert start < middle < stop <= middle + max(width, 1) * 30 + 1
+        assert text[0] != "w" or width < 10 or text[start - 1] == " "
+        Counted.taken = 0
+        assert len(list(wrapped(text, start, stop, width))) <= 70
+        assert Counted.taken <= stop - start
 
 
 def test_what_is_typed_is_an_expression_where_it_compares():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from textual.binding import Binding, BindingType
 
 from spool.browse.lines import Lines, Piece
-from spool.browse.wrapping import n_lines, wrapped
+from spool.browse.wrapping import Wrapped, n_lines, place_after, place_before, wrapped
 from spool.look.conversation import Conversation, Place, occurrences, spelled
 from spool.look.text import one_line, short
 
@@ -17,16 +19,16 @@ if TYPE_CHECKING:
     from spool.look.conversation import Block
 
 PAGE_ROWS = 30
-"""Rows of a text that are made at first."""
+"""Rows of a text that are made at first, and before and behind what was found in it."""
 
 MORE_ROWS = 300
 """Rows that are made in addition when more are asked for."""
 
 EARLIER_BLOCKS = 60
-"""Blocks of earlier messages that are shown before what a step adds; so many more when they are asked for."""
+"""Blocks that are shown before what a step adds, or what was found; so many more when they are asked for."""
 
 LATER_BLOCKS = 300
-"""Blocks that are shown in all."""
+"""Blocks that are shown from there on; so many more when they are asked for."""
 
 PREVIEW = 400
 """Characters of a folded text that are looked at."""
@@ -40,7 +42,7 @@ class _Row(NamedTuple):
     pieces: tuple[Piece, ...]
     action: str = ""
     start: int | None = None
-    """Place of its first character in the block's text; of a row that shows more, of the first one that is left."""
+    """Place of its first character in the block's text; of a row that shows more, of the nearest it shows."""
 
     @property
     def has_found(self) -> bool:
@@ -70,7 +72,7 @@ class ConversationView(Lines):
         self._adds = ""
         self._shown = (0, 0)
         self._open: set[int] = set()
-        self._limits: dict[int, int] = {}
+        self._windows: dict[int, tuple[int, int]] = {}
         self._rows: list[_Row] = []
         self._width = 0
         self.wanted = ""
@@ -97,10 +99,8 @@ class ConversationView(Lines):
     def reveal_found(self, found: Place) -> None:
         """Unfold what holds a place, and set the cursor on it."""
         self._found = found
+        self._make_room_for(found)
         row = self._row_of(found)
-        if row is None or any(near.action == "more" for near in self._rows[row : row + 2]):  # it may go on there
-            self._make_room_for(found)
-            row = self._row_of(found)
         if row is not None:
             self.count(len(self._rows), cursor=row, first=max(row - self.room // 2, 0))
 
@@ -114,13 +114,26 @@ class ConversationView(Lines):
         return max(before, default=None)
 
     def _make_room_for(self, place: Place) -> None:
+        """Show what is around a place, where it is not shown: of the conversation, and of the text."""
         block, at = place
-        self._shown = min(self._shown[0], block), max(self._shown[1], block + 1)
-        if self._folds(block):
-            self._open.add(block)
-        before, _ = wrapped(spelled(self._blocks[block])[: at + 1], 0, self._width - 2, at + 1)
-        self._limits[block] = max(self._limits.get(block, 0), len(before) + PAGE_ROWS)
+        text = spelled(self._blocks[block])
+        start, stop = self._window(block, text)
+        end = min(at + len(self.wanted), len(text))
+        is_there, is_unfolded = start <= at and end <= stop, block in self._open or not self._folds(block)
+        if not is_there:
+            start = place_before(text, at, self._width - 2, PAGE_ROWS)
+            stop = place_after(text, end, self._width - 2, PAGE_ROWS)
+        self._windows[block] = start, stop  # kept in another width, too
+        if is_there and is_unfolded and block in range(*self._shown):
+            return
+        if block not in range(*self._shown):
+            self._shown = max(block - EARLIER_BLOCKS, 0), min(block + LATER_BLOCKS, len(self._blocks))
+        self._open |= set() if is_unfolded else {block}
         self._make()
+
+    def _window(self, number: int, text: str) -> tuple[int, int]:
+        """Return the part of a block's text that is shown."""
+        return self._windows.get(number) or (0, place_after(text, 0, self._width - 2, PAGE_ROWS))
 
     def show(self, found: Conversation, adds: str, empty: str) -> None:
         """Show messages, from those on that are not in the conversation before.
@@ -131,7 +144,7 @@ class ConversationView(Lines):
             empty: what is said where there are none.
         """
         self._blocks, self._n_shared, self._adds = found.blocks, found.n_shared, adds
-        self._open, self._limits, self._found = set(), {}, None
+        self._open, self._windows, self._found = set(), {}, None
         new = self._first_new()
         self._shown = max(new - EARLIER_BLOCKS, 0), min(new + LATER_BLOCKS, len(self._blocks))
         self.empty = empty
@@ -176,12 +189,31 @@ class ConversationView(Lines):
             self._shown = max(first - EARLIER_BLOCKS, 0), last
         elif row.action == "later":
             self._shown = first, min(last + LATER_BLOCKS, len(self._blocks))
-        elif row.action == "more":
-            self._limits[row.block] = self._limits.get(row.block, PAGE_ROWS) + MORE_ROWS
+        elif row.action in ("before", "more"):
+            self._widen(row)
+            return
         elif row.block >= 0 and self._folds(row.block):
             self._open ^= {row.block}
         else:
             return
+        self._again()
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor by rows; where it passes what is left out before a text's rows, they are made."""
+        passed = reversed(self._rows[max(self.cursor + by, 0) : self.cursor])
+        row = next((row for row in passed if row.action == "before"), None)
+        if row is not None:
+            self._widen(row)
+        super().action_move(by)
+
+    def _widen(self, row: _Row) -> None:
+        """Show more of a text, as a row offers, with the cursor on what is nearest to it of that."""
+        text = spelled(self._blocks[row.block])
+        start, stop = self._window(row.block, text)
+        if row.action == "before":
+            self._windows[row.block] = place_before(text, start, self._width - 2, MORE_ROWS), stop
+        else:
+            self._windows[row.block] = start, place_after(text, stop, self._width - 2, MORE_ROWS)
         self._again()
 
     def unfold(self) -> None:
@@ -212,18 +244,15 @@ class ConversationView(Lines):
         return self._blocks[number].kind in ("call", "result", "raw")
 
     def _again(self) -> None:
-        """Make the rows anew, and stay at the block where the cursor is, on the same line of the screen."""
+        """Make the rows anew, and stay at what is under the cursor, on the same line of the screen."""
         row = self._rows[self.cursor] if self._rows else None
-        within = 0
-        while row is not None and within < self.cursor and self._rows[self.cursor - within - 1].block == row.block:
-            within += 1
         on_screen = self.cursor - self.first
         self._make()
         at = 0
         if row is not None:
-            at = next((n for n, made in enumerate(self._rows) if made.block == row.block), 0)
-            if at + within < len(self._rows) and self._rows[at + within].block == row.block:
-                at += within
+            found = None if row.start is None else self._row_of(Place(row.block, row.start))
+            of_block = (number for number, made in enumerate(self._rows) if made.block == row.block)
+            at = next(of_block, 0) if found is None else found
         self.count(len(self._rows), cursor=at, first=max(at - on_screen, 0))
 
     # -- rows --------------------------------------------------------------------------------------------------------
@@ -239,7 +268,7 @@ class ConversationView(Lines):
             if number == new and self._n_shared:
                 rows.append(_Row(-2, ((self._rule(self._adds), "accent"),)))
             rows += self._block(number)
-        if new >= last and self._n_shared and self._blocks and self._width:
+        if new == last == len(self._blocks) and self._n_shared and self._blocks and self._width:
             rows.append(_Row(-2, ((self._rule(f"{self._adds} nothing"), "accent"),)))
         if last < len(self._blocks):
             left = len(self._blocks) - last
@@ -258,26 +287,26 @@ class ConversationView(Lines):
             return
         if is_first or block.kind != "text":
             yield _Row(number, self._heading(block, tone, is_first, "▾ " if self._folds(number) else ""))
-        text = spelled(block)
-        limit = self._limits.get(number, PAGE_ROWS)
-        made, at = wrapped(text, 0, self._width - 2, limit)
-        shade = "dim" if block.kind == "thought" or block.message < self._n_shared else ""
-        for row in made:
-            yield _Row(number, (("  ", ""), *self._marked(row.text, shade)), start=row.start)
-        if at < len(text):
-            left = (
-                f"{short(n := n_lines(text, at))} more line{'' if n == 1 else 's'}, {short(len(text) - at)} characters"
-            )
-            yield _Row(number, ((f"  ▼ {left}", "accent"),), "more", at)
+        yield from self._text(number, "dim" if block.kind == "thought" or block.message < self._n_shared else "")
 
-    def _marked(self, row: str, shade: str) -> Iterable[Piece]:
-        """Yield a row with what is looked for set off."""
-        at = 0
-        for start, stop in occurrences(self.wanted, row) if self.wanted else ():
-            yield row[at:start], shade
-            yield row[start:stop], "found"
-            at = stop
-        yield row[at:], shade
+    def _text(self, number: int, shade: str) -> Iterator[_Row]:
+        """Yield the rows of the part of a text that is shown, and what is left out before it and behind it."""
+        text = spelled(self._blocks[number])
+        start, stop = self._window(number, text)
+        if start:
+            yield _Row(number, ((f"  ▲ {_left(text, 0, start, 'earlier')}", "accent"),), "before", start - 1)
+        spans = self._spans(text, start, stop)
+        for row in wrapped(text, start, stop, self._width - 2):
+            yield _Row(number, (("  ", ""), *_marked(row, spans, shade)), start=row.start)
+        if stop < len(text):
+            yield _Row(number, ((f"  ▼ {_left(text, stop, len(text), 'more')}", "accent"),), "more", stop)
+
+    def _spans(self, text: str, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return where a part of a text has what is looked for, or some of it."""
+        beside = len(self.wanted)
+        first = max(start - beside, 0)
+        near = text[first : stop + beside] if beside else ""
+        return [(first + at, first + end) for at, end in occurrences(self.wanted, near)] if near else []
 
     def _heading(self, block: Block, tone: str, is_first: bool, sign: str) -> tuple[Piece, ...]:
         role = (one_line(block.role[:40]) or "?") if is_first else ""
@@ -292,6 +321,25 @@ class ConversationView(Lines):
         if cell_len(preview) > room:
             preview = set_cell_size(preview, max(room - 1, 0)) + "…"
         return (*heading, (f" {preview}", "dim"), (f"  {size}" if size else "", "accent"))
+
+
+def _left(text: str, start: int, stop: int, which: str) -> str:
+    """Return how much of a text is left out."""
+    lines = n_lines(text, start, stop)
+    return f"{short(lines)} {which} line{'' if lines == 1 else 's'}, {short(stop - start)} characters"
+
+
+def _marked(row: Wrapped, spans: Sequence[tuple[int, int]], shade: str) -> Iterator[Piece]:
+    """Yield a row with what it shows of some ranges of its text set off."""
+    at, places = 0, row.places
+    for start, stop in spans[bisect_right(spans, row.start, key=itemgetter(1)) :] if places else ():
+        if start > places[-1]:
+            break
+        first, last = bisect_left(places, start), bisect_left(places, stop)
+        yield row.text[at:first], shade
+        yield row.text[first:last], "found"
+        at = last
+    yield row.text[at:], shade
 
 
 def _size(text: str) -> str:

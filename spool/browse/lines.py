@@ -161,7 +161,7 @@ class Lines(ScrollView, can_focus=True):
 
     def action_page(self, by: float) -> None:
         """Move the cursor by pages."""
-        self.move_to(self.cursor + int(by * max(self.room - 1, 1)))
+        self.action_move(int(by * max(self.room - 1, 1)))
 
     def action_jump(self, row: int) -> None:
         """Move the cursor to a row; to the last one where it is negative."""

@@ -1,15 +1,14 @@
-"""Text of any length and any characters -> rows of a terminal, as few as are asked for."""
+"""Text of any length and any characters -> rows of a terminal, of the part that is asked for."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 
-from spool.look.text import one_line
+from spool.look.text import each_shown, one_line
 
 TAB = "    "
 
@@ -20,40 +19,70 @@ class Wrapped(NamedTuple):
     Attributes:
         text: as it is shown, safe to print.
         start: place in the text of its first character.
+        places: of each character of ``text``, the place in the text of the one that it shows; they ascend.
     """
 
     text: str
     start: int
+    places: Sequence[int]
 
 
-def wrapped(text: str, start: int, width: int, n_rows: int) -> tuple[list[Wrapped], int]:
-    """Return about ``n_rows`` rows of a text, and where the rest begins.
-
-    No more of the text is looked at than the rows take. Where characters are shown as escapes there may be more rows.
+def wrapped(text: str, start: int, stop: int, width: int) -> Iterator[Wrapped]:
+    """Yield the rows of ``text[start:stop]``; no more of the text is looked at.
 
     Args:
         text: any text.
         start: where the first row begins.
+        stop: where the last row ends.
         width: cells of a row.
-        n_rows: how many rows; 1 or more.
     """
-    rows: list[Wrapped] = []
-    at, width = start, max(width, 1)
-    while at < len(text) and len(rows) < n_rows:
-        most = at + width * (n_rows - len(rows))
-        end = text.find("\n", at, most + 1)
-        stop = min(most, len(text)) if end < 0 else end
-        line = text[at : stop - 1 if end >= 0 and text.endswith("\r", at, stop) else stop]
-        shown = _shown(line)
-        ends = None if len(shown) == len(line) else list(accumulate(len(_shown(char)) for char in line))
-        for place, row in _folded(shown, width):
-            rows.append(Wrapped(row, at + (place if ends is None else bisect_right(ends, place))))
+    at = start
+    while at < stop:
+        end = text.find("\n", at, stop)
+        line = text[at:stop] if end < 0 else text[at:end].removesuffix("\r")
+        shown, places = _shown(line, at)
+        for column, row in _folded(shown, max(width, 1)):
+            here = places[column : column + len(row)]
+            yield Wrapped(row, here[0] if here else at + len(line), here)
         at = stop if end < 0 else end + 1
-    return rows, at
 
 
-def _shown(line: str) -> str:
-    return one_line(line.replace("\t", TAB))
+def _shown(line: str, start: int) -> tuple[str, Sequence[int]]:
+    """Return a line that is safe to print, and the places of what its characters show; the first is ``start``."""
+    shown = one_line(line.replace("\t", TAB))
+    if len(shown) == len(line):
+        return shown, range(start, start + len(line))
+    parts = (TAB if char == "\t" else part for char, part in zip(line, each_shown(line), strict=True))
+    return shown, [at for at, part in enumerate(parts, start) for _ in part]
+
+
+def place_after(text: str, at: int, width: int, n_rows: int) -> int:
+    """Return a place about so many rows behind another one, or the end.
+
+    It is right for characters of one cell in lines without breaks at spaces; where they take more there are more rows.
+    """
+    width = max(width, 1)
+    while n_rows > 0 and at < len(text):
+        most = at + width * n_rows
+        end = text.find("\n", at, most + 1)
+        if end < 0:
+            return min(most, len(text))
+        n_rows -= max(ceil((end - at) / width), 1)
+        at = end + 1
+    return at
+
+
+def place_before(text: str, at: int, width: int, n_rows: int) -> int:
+    """Return a place about so many rows before another one, or 0: where a line or a word begins, if one does there."""
+    width = max(width, 1)
+    while n_rows > 0 and at > 0:
+        least = at - width * n_rows
+        end = text.rfind("\n", max(least - 1, 0), at - 1)
+        if end < 0:
+            return text.find(" ", least, min(least + width, at)) + 1 or least if least > 0 else 0
+        n_rows -= max(ceil((at - 1 - end) / width), 1)
+        at = end + 1
+    return at
 
 
 def folded(line: str, width: int) -> Iterator[str]:
@@ -97,9 +126,10 @@ def _folded_wide(line: str, width: int) -> Iterator[tuple[int, str]]:
     yield start, line[start:]
 
 
-def n_lines(text: str, start: int = 0) -> int:
-    """Return how many lines of a text begin at ``start`` or after it."""
-    return text.count("\n", start) + (start < len(text) and not text.endswith("\n"))
+def n_lines(text: str, start: int = 0, stop: int | None = None) -> int:
+    """Return how many lines there are in ``text[start:stop]``; the first and the last may be there in part."""
+    stop = len(text) if stop is None else stop
+    return text.count("\n", start, stop) + (start < stop and not text.endswith("\n", start, stop))
 
 
 def elided(text: str, width: int) -> str:

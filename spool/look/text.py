@@ -25,6 +25,14 @@ def one_line(text: str) -> str:
     return _SUSPECT.sub(_shown, text)
 
 
+def each_shown(text: str) -> list[str]:
+    """Return what `one_line` shows of each character; that depends on those beside it."""
+    shown = list(text)
+    for match in _SUSPECT.finditer(text):
+        shown[match.start()] = _shown(match)
+    return shown
+
+
 def safe_text(text: str) -> str:
     """Return ``text`` for a terminal with its lines and tabs kept; else as `one_line`."""
     return _SUSPECT.sub(lambda match: match[0] if match[0] in "\n\t" else _shown(match), text)
