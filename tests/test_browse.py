@@ -922,9 +922,8 @@ async def test_a_spool_that_is_removed_while_someone_looks(many, spool_uri, tmp_
 
 @pytest.mark.parametrize(
     ("keys", "back"),
-    [("", ""), ("enter", ""), ("enter enter", "escape"), ("enter r", "escape"), ("g", ""), ("b", ""),
-     ("question_mark", "escape")],
-)  # fmt: skip
+    [("", ""), ("enter", ""), ("enter r", "escape"), ("b", ""), ("question_mark", "escape")],
+)
 async def test_a_run_that_is_started_anew_in_the_folder_is_shown_instead(sp, spool_uri, tmp_path, keys, back):
     for number in range(3):
         session(sp, f"old{number}", 2, group_id="g")

@@ -99,7 +99,7 @@ def record_all(sp):
     return refs
 
 
-@pytest.fixture(scope="module", params=["file", "s3"])
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.takes_turns) for kind in ("file", "s3")])
 def world(request, tmp_path_factory):
     """A spool in a hot root and, published, in a cold one, both open; what is in it; and requests to the cold root."""
     folder, requests = tmp_path_factory.mktemp("world"), []
@@ -368,7 +368,7 @@ def test_indexes_are_kept_up_to_a_limit(world):
 # -- several tiers, and what vanishes ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.takes_turns) for kind in ("file", "s3")])
 def url(request, tmp_path):
     """The URL of a cold root that is not there yet."""
     return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")

@@ -267,7 +267,7 @@ def test_attributes_of_later_versions_are_passed_over(sp, cold):
 # -- two copies of one hot root --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.takes_turns) for kind in ("file", "s3")])
 def shared(request, cold):
     """The URL of a cold root in a store that creates exclusively."""
     if request.param == "file":
@@ -881,6 +881,20 @@ def test_an_index_that_is_made_anew_while_it_is_opened_is_not_the_one_that_was_o
         record(sp, "b")
         assert {row.session_id for row in sp.sessions()} == {"a", "b"} and sp.find_session("b")
         assert len(opened) > nth
+
+
+def test_an_index_that_is_replaced_while_it_is_opened_to_read_only_is_not_read(tmp_path, monkeypatch):
+    index, check = tmp_path / "catalog.sqlite", files._check_version
+    Catalog.open(str(index)).close()
+
+    def replaced(connection, path, file):
+        check(connection, path, file)
+        index.rename(tmp_path / "away")
+        shutil.copy(tmp_path / "away", index)
+
+    monkeypatch.setattr(files, "_check_version", replaced)
+    with pytest.raises(files.DamagedError, match="was replaced while it was opened"):
+        files.connect_readonly(str(index))
 
 
 def test_an_index_that_is_cut_to_nothing_under_its_processes_is_made_anew(tmp_path, monkeypatch):

@@ -149,7 +149,7 @@ def test_nothing_is_under_a_final_key_after_an_interrupted_put(open_hot, tmp_pat
     sp = open_hot()
     refs = record(sp, "a")
     with pytest.raises(StorageError, match="records"):
-        sp.publish(refs, timeout_s=20)
+        sp.publish(refs, timeout_s=10)
     with spool.open(s3_root) as there:
         assert there.find_session("a") is None and not list(there.sessions())
     stream = refs[0].extents["token_ids"][0].stream

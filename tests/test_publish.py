@@ -121,9 +121,9 @@ def test_a_publish_that_is_late_says_what_is_missing_and_why(sp, tmp_path):
     refs = record(sp, "a")
     stream = refs[0].extents["token_ids"][0].stream
     with pytest.raises(StorageError) as caught:
-        sp.publish(refs, timeout_s=6)
+        sp.publish(refs, timeout_s=15)
     assert caught.value.details["missing"] == [(stream, 0)]
-    for word in (f"pack 0 of stream {stream}", "6 s", "publish again", "streams"):
+    for word in (f"pack 0 of stream {stream}", "15 s", "publish again", "streams"):
         assert word in str(caught.value)
     (tmp_path / "cold" / "streams").unlink()
     sp.publish(refs, timeout_s=60)

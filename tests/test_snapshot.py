@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import apsw
@@ -297,6 +298,18 @@ def test_writers_that_come_and_go_between_two_looks_are_seen(tmp_path):
     assert writer.wait() == 0
     writer.stdout.close()
     assert reader.is_borrowed
+
+
+def test_a_file_that_a_process_just_opens_or_closes_is_waited_for(tmp_path):
+    """WAL and shared memory are made, and removed, one after the other."""
+    filled(tmp_path).close()
+    path, half = path_of(tmp_path), f"{path_of(tmp_path)}-wal"
+    with open(half, "wb"):
+        closing = threading.Timer(0.015, os.unlink, [half])
+    closing.start()
+    reader = Catalog.open(path, readonly=True)
+    assert len(list(reader.sessions())) == 3 and reader.is_borrowed
+    closing.join()
 
 
 def test_a_copy_takes_no_locks_away_from_another_handle_of_the_process(tmp_path):

@@ -16,6 +16,6 @@ fi
 .venv-test/bin/mypy
 .venv-test/bin/lint-imports
 # most of them wait for other processes: more at a time than there are CPUs; those of a file share what they set up
-.venv-test/bin/python -m pytest -n "${TEST_WORKERS:-5}" --dist worksteal --ignore tests/test_proxy.py "$@"
+.venv-test/bin/python -m pytest -n "${TEST_WORKERS:-4}" --dist worksteal --ignore tests/test_proxy.py "$@"
 # what measures how late an event loop is runs alone
 exec .venv-test/bin/python -m pytest tests/test_proxy.py

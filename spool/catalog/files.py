@@ -34,6 +34,9 @@ BLANK_S = 5.0
 CHECKED_BYTES = 4 << 20
 """Files up to this size are checked whole on opening; larger ones when `Catalog.check` is asked to."""
 
+_LOOKS, _LOOK_S = 20, 0.002
+"""How often it is looked whether WAL and shared memory are both there, and how long is between two looks."""
+
 SETTLED_NS = 20_000_000
 """A file changed less than this ago may change again without its time showing it."""
 
@@ -161,8 +164,8 @@ def connect_readonly(path: str) -> apsw.Connection:
         DamagedError: there is none, or it is something else, of another version, or torn.
         apsw.Error: it cannot be opened.
     """
-    file, found = identity(path), mark(path)
-    if found is None or found.has_wal != os.path.exists(path + _BESIDE[0]):
+    file, found = identity(path), _whole_mark(path)
+    if found is None:
         raise DamagedError(f"{path} cannot be read where it is", file=file)
     options = "mode=ro" if found.has_wal else "mode=ro&immutable=1"
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
@@ -173,6 +176,8 @@ def connect_readonly(path: str) -> apsw.Connection:
         wrong = check(connection, whole=False) if os.path.getsize(path) <= CHECKED_BYTES else []
         if wrong:
             raise DamagedError(f"{path} is damaged: {'; '.join(wrong[:3])}", file=file)
+        if has_moved(connection):
+            raise DamagedError(f"{path} was replaced while it was opened", file=file)
     except BaseException:
         connection.close()
         raise
@@ -195,6 +200,19 @@ def mark(path: str) -> Mark | None:
     except OSError:
         return None
     return Mark((found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns, os.path.exists(path + _BESIDE[1]))
+
+
+def _whole_mark(path: str) -> Mark | None:
+    """Return the mark of a database file with both or none of WAL and shared memory; None where it stays otherwise.
+
+    A process that opens or closes it makes and removes one after the other.
+    """
+    for _ in range(_LOOKS):
+        found = mark(path)
+        if found is None or found.has_wal == os.path.exists(path + _BESIDE[0]):
+            return found
+        time.sleep(_LOOK_S)
+    return None
 
 
 def settled_mark(path: str) -> Mark | None:
