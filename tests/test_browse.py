@@ -13,11 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from browsing import SHAPE, Driven, browsing, ids, session, tree
 from shell import HOSTILE, SCRIPT, environment, run
+from textual.app import App
 
 import spool
 from spool.browse.app import Browser
+from spool.browse.conversation import ConversationView
 from spool.browse.lines import Lines
 from spool.errors import StorageError
+from spool.look.conversation import Conversation, blocks, search
 from spool.look.references import parsed
 from spool.testing.rollouts import rollouts
 
@@ -604,6 +607,39 @@ async def test_only_what_was_recorded_is_set_off_not_how_it_is_shown(sp, spool_u
         await at.press("shift+tab", "shift+tab", "j")
         assert "x1b" in await look_for(at, "x1b") and view._rows[view.cursor].has_found
         assert sum(row.has_found for row in view._rows) == 1
+
+
+class Alone(App):
+    """A conversation and nothing else."""
+
+    def compose(self):
+        yield ConversationView()
+
+
+async def test_a_search_goes_on_from_where_the_cursor_is_in_either_direction():
+    app = Alone()
+    async with app.run_test(size=(60, 20)):
+        view = app.query_one(ConversationView)
+
+        def go(by):
+            view.reveal_found(search(view.blocks, view.wanted, view.place(by), by))
+            return view._found
+
+        view.show(
+            Conversation(blocks([{"role": "user", "content": f"needle {n}"} for n in range(500)]), 500, 0), "", ""
+        )
+        view.look_for("needle")
+        view.action_jump(-1)
+        assert view._rows[view.cursor].action == "later"
+        assert go(1).block == view._shown[0] + spool.browse.conversation.EARLIER_BLOCKS
+        at = 3 * (view._width - 2) - 1  # the last cell of a row
+        text = "a" * at + "XY" + "a" * 200
+        view.show(
+            Conversation(blocks([{"role": "user", "content": text}, {"role": "user", "content": "XY"}]), 2, 0), "", ""
+        )
+        view.look_for("XY")
+        view.move_to(next(number for number, row in enumerate(view._rows) if row.start == at + 1))
+        assert go(-1) == (0, at)
 
 
 async def test_what_is_found_in_a_long_text_is_shown_with_few_rows_and_the_way_up(sp, spool_uri, monkeypatch):

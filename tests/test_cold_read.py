@@ -646,6 +646,11 @@ def test_a_damaged_hot_file_beside_what_is_only_hot(both):
     assert_same(both.sp.read([*both.refs, *fresh]), wanted)
 
 
+def test_what_is_damaged_in_the_cold_root_is_read_from_the_node_that_recorded_it(both, open_node):
+    damage(both, "token_ids", lambda data: flipped(raw_index_bytes(data) + 4 * 600)(data))
+    assert_same(open_node("other").read(both.refs), both.wanted)
+
+
 def test_packs_that_are_damaged_each_in_another_tier_are_read_together(both):
     """What is damaged of one in the hot root is sound in the cold one, and of the other it is the other way round."""
     other = record(both.sp, "b", n_prompt=400, n_response=900)

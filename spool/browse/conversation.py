@@ -83,13 +83,12 @@ class ConversationView(Lines):
         """What is shown; it is never changed, only replaced."""
         return self._blocks
 
-    @property
-    def place(self) -> Place:
-        """Where the cursor is: at what was found last, or before its row."""
+    def place(self, by: int) -> Place:
+        """Return where the cursor is, for a search forward (1) or back: at what was found last, or before its row."""
         if self._found is not None and self._row_of(self._found) == self.cursor:
             return self._found
-        row = next((row for row in self._rows[self.cursor :] if row.block >= 0), _Row(0, ()))
-        return Place(row.block, (row.start or 0) - 1)
+        row = next((row for row in self._rows[self.cursor :] if row.block >= 0), _Row(self._shown[1], ()))
+        return Place(row.block, (row.start or 0) - (by > 0))
 
     def look_for(self, text: str) -> None:
         """Set a text off wherever it stands."""

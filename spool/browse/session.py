@@ -240,7 +240,7 @@ class SessionScreen(SpoolScreen):
 
     def action_find_next(self, by: int) -> None:
         """Go to the next place that has what was looked for last, or to the one before."""
-        blocks, start, wanted = self.conversation.blocks, self.conversation.place, self.conversation.wanted
+        blocks, start, wanted = self.conversation.blocks, self.conversation.place(by), self.conversation.wanted
         if not wanted:
             self.say("/ looks for a text in the conversation")
             return

@@ -102,7 +102,7 @@ class Batch:
 def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
     """Read all of ``batch`` into its targets, each piece from the first tier that has its object.
 
-    Where what is there is damaged, that object is read with the first tier as the last one, and the log says so.
+    Where what is there is damaged, that object is read from the other tiers that have it, and the log says so.
 
     Raises:
         IntegrityError: bytes are nowhere, or do not have the checksum they were written with.
@@ -121,18 +121,24 @@ def execute(batch: Batch, tiers: Sequence[Tier], workers: Workers) -> None:
 
 
 def _execute_around(batch: Batch, pieces: Sequence[Piece], tiers: Sequence[Tier], workers: Workers) -> None:
-    """Read the pieces of one object, which is damaged in some tier, perhaps."""
+    """Read the pieces of one object, which is damaged in some tiers, perhaps: each tier is the first one in turn."""
     try:
         _execute(batch, pieces, tiers, workers)
-    except IntegrityError as damage:
-        if isinstance(damage, AbsentError):
+        return
+    except IntegrityError as error:
+        if isinstance(error, AbsentError):
             raise
+        damage, failed = error, list[SpoolError]()
+    for turn in range(1, len(tiers)):
         try:
-            _execute(batch, pieces, [*tiers[1:], tiers[0]], workers)
+            _execute(batch, pieces, [*tiers[turn:], *tiers[:turn]], workers)
         except SpoolError as error:
-            raise damage from error
-        batch.damage.append(damage)
-        log.warning("%s; this read went on from %s", damage, tiers[1].path(""))
+            failed.append(error)
+        else:
+            batch.damage.append(damage)
+            log.warning("%s; this read went on from %s", damage, tiers[turn].path(""))
+            return
+    raise damage from failed[-1]
 
 
 def _execute(batch: Batch, pieces: Sequence[Piece], tiers: Sequence[Tier], workers: Workers) -> None:
