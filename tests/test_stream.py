@@ -346,7 +346,7 @@ def test_threads_share_writes(tmp_path, monkeypatch):
 
     def slow(*args):
         n_calls[0] += 1
-        time.sleep(0.002)
+        time.sleep(0.01)  # longer than threads take to come, also on a busy machine
         return real(*args)
 
     monkeypatch.setattr(os, "pwrite", slow)
