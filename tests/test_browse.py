@@ -630,8 +630,9 @@ async def test_a_search_goes_on_from_where_the_cursor_is_in_either_direction():
         )
         view.look_for("needle")
         view.action_jump(-1)
-        assert view._rows[view.cursor].action == "later"
-        assert go(1).block == view._shown[0] + spool.browse.conversation.EARLIER_BLOCKS
+        last = view._rows[view.cursor - 1].block
+        assert view._rows[view.cursor].action == "later" and last < 499
+        assert go(1) == (last + 1, 0)
         at = 3 * (view._width - 2) - 1  # the last cell of a row
         text = "a" * at + "XY" + "a" * 200
         view.show(

@@ -368,10 +368,10 @@ def test_indexes_are_kept_up_to_a_limit(world):
 # -- several tiers, and what vanishes ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.takes_turns) for kind in ("file", "s3")])
-def url(request, tmp_path):
-    """The URL of a cold root that is not there yet."""
-    return f"file://{tmp_path}/cold" if request.param == "file" else request.getfixturevalue("s3_root")
+@pytest.fixture
+def url(cold):
+    """The URL of a cold root that does not exist yet."""
+    return cold
 
 
 @pytest.fixture
@@ -680,6 +680,18 @@ def test_damaged_hot_records_are_read_from_the_cold_root(both, change, caplog):
         both.objects.delete([key])
         with pytest.raises(IntegrityError, match="is lost"):
             there.messages(there.steps("a")[-1])
+
+
+def test_damaged_records_without_a_cold_root_are_named(tmp_path):
+    with spool.open(f"{tmp_path}/hot") as sp:
+        record(sp, "a")
+        sp.flush()
+        step = sp.steps("a")[-1]
+        (path,) = (tmp_path / "hot").glob("streams/*/records/0.arrow")
+        spoil(path, lambda data: data[:-40])
+        with pytest.raises(IntegrityError, match=f"{path}: .*restore it") as found:
+            sp.messages(step)
+    assert found.value.__cause__ is not found.value
 
 
 def test_a_file_damaged_in_both_tiers_names_the_hot_one(both):

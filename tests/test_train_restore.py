@@ -792,7 +792,17 @@ def test_one_reference_without_routing_beside_one_that_has_it(sp):
     batch = restore(sp, [with_rows, without], missing="mask")
     assert_array_equal(batch["rollout_routed_experts"][1], [plain_rows(row) for row in range(3)])
     assert [each.tolist() for each in batch["loss_masks"]] == [[1], [0]]
-    assert "rollout_routed_experts" not in restore(sp, without)
+    alone = restore(sp, without, missing="mask")
+    assert "rollout_routed_experts" not in alone and alone["loss_masks"][0].tolist() == [1]
+    for named_so in ({"experts": SHAPE}, {"fields": ["routed_experts", "loss_mask"]}):
+        assert restore(sp, without, missing="mask", **named_so)["loss_masks"][0].tolist() == [0]
+    eager, lazy = (
+        restore(sp, [with_rows, without], "miles", missing="mask", lazy=lazy)["rollout_routed_experts"]
+        for lazy in (False, True)
+    )
+    assert (eager[1] == -1).all()
+    n, rows = len(eager[0]), np.asarray(lazy.read(0))
+    assert_array_equal(rows[n + 1 : n + 4], [plain_rows(row)[0] for row in range(3)])
 
 
 # -- samples that failed, and what is left out ------------------------------------------------------------------------

@@ -124,11 +124,11 @@ def _from_records(path: str, places: Sequence[Place], cold: Callable[[], bytes |
     except IntegrityError as damage:
         try:
             data = cold()
-            if data is None:
-                raise
-            found = _decode(data, "the copy in the cold root", places)
+            found = None if data is None else _decode(data, "the copy in the cold root", places)
         except SpoolError as error:
             raise damage from error
+        if found is None:
+            raise
         log.warning("%s; it was read from the cold root", damage)
         return found
     except OSError as error:
